@@ -14,6 +14,7 @@ import filecmp
 import importlib.resources
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,25 +23,36 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "sealmesh"
 TARGET = HERE / "gen"
 _IMPORT = re.compile(r"^(from|import) sealmesh\.(?!protos\b)", re.MULTILINE)
-_TYPE_NAME = re.compile(r"(?<![\w./\"'`])sealmesh\.(?=(?:common|gateway|inference|security|kvstore|admin)\.v1\.\w+_pb2)")
+_TYPE_NAME = re.compile(
+    r"(?<![\w./\"'`])sealmesh\.(?=(?:common|gateway|inference|security|kvstore|admin)\.v1\.\w+_pb2)"
+)
 _MODULE = re.compile(r"'__module__' : 'sealmesh\.")
+
+
+def include_flags() -> list[str]:
+    """Where protoc finds our files, the well-known types, and google/api (googleapis-common-protos)."""
+    import google.api
+
+    well_known = importlib.resources.files("grpc_tools") / "_proto"
+    annotations = Path(next(iter(google.api.__path__))).parents[1]
+    return [f"-I{HERE}", f"-I{well_known}", f"-I{annotations}"]
+
+
+def run_protoc(arguments: list[str]) -> None:
+    """Run protoc in a child, so that its many notes are shown only when it fails (RuntimeError)."""
+    command = [sys.executable, "-m", "grpc_tools.protoc", *arguments]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"protoc exited {result.returncode}:\n{result.stderr}")
 
 
 def generate(target: Path) -> None:
     """Write a fresh tree under ``target``. Raises RuntimeError when protoc fails."""
-    import google.api  # googleapis-common-protos ships google/api/*.proto
-    from grpc_tools import protoc
-
-    well_known = str(importlib.resources.files("grpc_tools") / "_proto")
-    annotations = str(Path(next(iter(google.api.__path__))).parents[1])
     bin_ = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as tmp:
-        code = protoc.main(
+        run_protoc(
             [
-                "protoc",
-                f"-I{HERE}",
-                f"-I{well_known}",
-                f"-I{annotations}",
+                *include_flags(),
                 f"--plugin=protoc-gen-mypy={bin_ / 'protoc-gen-mypy'}",
                 f"--plugin=protoc-gen-mypy_grpc={bin_ / 'protoc-gen-mypy_grpc'}",
                 f"--python_out={tmp}",
@@ -50,8 +62,6 @@ def generate(target: Path) -> None:
                 *sorted(str(path) for path in SOURCES.rglob("*.proto")),
             ]
         )
-        if code:
-            raise RuntimeError(f"protoc exited {code}")
         root = Path(tmp) / "sealmesh"
         for path in sorted(root.rglob("*.py*")):
             text = _IMPORT.sub(r"\1 sealmesh.protos.", path.read_text())
@@ -73,7 +83,9 @@ def _same(left: Path, right: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 when stale")
     if not parser.parse_args().check:
         generate(TARGET)

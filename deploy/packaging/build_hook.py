@@ -32,7 +32,7 @@ class SealmeshBuildHook(BuildHookInterface[BuilderConfig]):
         for name, source in {**sources, "__init__.py": ROOT_MODULE}.items():
             link = links / name
             target = os.path.relpath(root / source, links)
-            if link.is_symlink() and os.readlink(link) != target:
+            if link.is_symlink() and link.readlink() != Path(target):
                 link.unlink()
             if not link.is_symlink():
                 link.symlink_to(target)
