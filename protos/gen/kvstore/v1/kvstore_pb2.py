@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sealmesh/kvstore/v1/kvstore.proto\x12\x13sealmesh.kvstore.v1\"\xd5\x02\n\x0b\x42lockLayout\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x15\n\rengine_layout\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rcompute_dtype\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x1c\n\x14tensor_parallel_rank\x18\x07 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x1e\n\x16pipeline_parallel_rank\x18\t \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\n \x01(\r\x12\x10\n\x08kv_group\x18\x0b \x01(\r\x12\r\n\x05\x63odec\x18\x0c \x01(\t\x12\x13\n\x0blora_digest\x18\r \x01(\x0c\x12\x13\n\x0bhash_scheme\x18\x0e \x01(\t\"6\n\x13LookupPrefixRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"-\n\x14LookupPrefixResponse\x12\x15\n\rpresent_count\x18\x01 \x01(\r\"3\n\x10GetBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"o\n\x11GetBlocksResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\x11\n\x07missing\x18\x03 \x01(\x08H\x00\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04last\x18\x05 \x01(\x08\x42\x06\n\x04part\"v\n\x10PutBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x12\n\nparent_key\x18\x06 \x01(\x0c\"X\n\x11PutBlocksResponse\x12\x14\n\x0cstored_count\x18\x01 \x01(\r\x12\x16\n\x0e\x65xisting_count\x18\x02 \x01(\r\x12\x15\n\rrefused_count\x18\x03 \x01(\r\"(\n\x13\x44\x65leteTenantRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\"-\n\x14\x44\x65leteTenantResponse\x12\x15\n\rdeleted_count\x18\x01 \x01(\x04\"\x11\n\x0fGetStatsRequest\"\xa2\x01\n\x10GetStatsResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x11\n\thit_count\x18\x04 \x01(\x04\x12\x12\n\nmiss_count\x18\x05 \x01(\x04\x12\x15\n\revicted_count\x18\x06 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\"-\n\x17\x43reateCheckpointRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\".\n\x18RestoreCheckpointRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\"T\n\x12\x43heckpointProgress\x12\x12\n\ndone_count\x18\x01 \x01(\x04\x12\x13\n\x0btotal_count\x18\x02 \x01(\x04\x12\x15\n\rskipped_count\x18\x03 \x01(\x04\x32\xcb\x05\n\x0eKVStoreService\x12\x63\n\x0cLookupPrefix\x12(.sealmesh.kvstore.v1.LookupPrefixRequest\x1a).sealmesh.kvstore.v1.LookupPrefixResponse\x12\\\n\tGetBlocks\x12%.sealmesh.kvstore.v1.GetBlocksRequest\x1a&.sealmesh.kvstore.v1.GetBlocksResponse0\x01\x12\\\n\tPutBlocks\x12%.sealmesh.kvstore.v1.PutBlocksRequest\x1a&.sealmesh.kvstore.v1.PutBlocksResponse(\x01\x12\x63\n\x0c\x44\x65leteTenant\x12(.sealmesh.kvstore.v1.DeleteTenantRequest\x1a).sealmesh.kvstore.v1.DeleteTenantResponse\x12W\n\x08GetStats\x12$.sealmesh.kvstore.v1.GetStatsRequest\x1a%.sealmesh.kvstore.v1.GetStatsResponse\x12k\n\x10\x43reateCheckpoint\x12,.sealmesh.kvstore.v1.CreateCheckpointRequest\x1a\'.sealmesh.kvstore.v1.CheckpointProgress0\x01\x12m\n\x11RestoreCheckpoint\x12-.sealmesh.kvstore.v1.RestoreCheckpointRequest\x1a\'.sealmesh.kvstore.v1.CheckpointProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sealmesh/kvstore/v1/kvstore.proto\x12\x13sealmesh.kvstore.v1\"\xd5\x02\n\x0b\x42lockLayout\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x15\n\rengine_layout\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rcompute_dtype\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x1c\n\x14tensor_parallel_rank\x18\x07 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x08 \x01(\r\x12\x1e\n\x16pipeline_parallel_rank\x18\t \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\n \x01(\r\x12\x10\n\x08kv_group\x18\x0b \x01(\r\x12\r\n\x05\x63odec\x18\x0c \x01(\t\x12\x13\n\x0blora_digest\x18\r \x01(\x0c\x12\x13\n\x0bhash_scheme\x18\x0e \x01(\t\"6\n\x13LookupPrefixRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"-\n\x14LookupPrefixResponse\x12\x15\n\rpresent_count\x18\x01 \x01(\r\"3\n\x10GetBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\"o\n\x11GetBlocksResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\x11\n\x07missing\x18\x03 \x01(\x08H\x00\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04last\x18\x05 \x01(\x08\x42\x06\n\x04part\"\x87\x01\n\x10PutBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x12\n\nparent_key\x18\x06 \x01(\x0c\x12\x0f\n\x07replace\x18\x07 \x01(\x08\"X\n\x11PutBlocksResponse\x12\x14\n\x0cstored_count\x18\x01 \x01(\r\x12\x16\n\x0e\x65xisting_count\x18\x02 \x01(\r\x12\x15\n\rrefused_count\x18\x03 \x01(\r\"(\n\x13\x44\x65leteTenantRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\"-\n\x14\x44\x65leteTenantResponse\x12\x15\n\rdeleted_count\x18\x01 \x01(\x04\"\x11\n\x0fGetStatsRequest\"\xa2\x01\n\x10GetStatsResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x11\n\thit_count\x18\x04 \x01(\x04\x12\x12\n\nmiss_count\x18\x05 \x01(\x04\x12\x15\n\revicted_count\x18\x06 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\"-\n\x17\x43reateCheckpointRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\".\n\x18RestoreCheckpointRequest\x12\x12\n\ncheckpoint\x18\x01 \x01(\t\"T\n\x12\x43heckpointProgress\x12\x12\n\ndone_count\x18\x01 \x01(\x04\x12\x13\n\x0btotal_count\x18\x02 \x01(\x04\x12\x15\n\rskipped_count\x18\x03 \x01(\x04\x32\xcb\x05\n\x0eKVStoreService\x12\x63\n\x0cLookupPrefix\x12(.sealmesh.kvstore.v1.LookupPrefixRequest\x1a).sealmesh.kvstore.v1.LookupPrefixResponse\x12\\\n\tGetBlocks\x12%.sealmesh.kvstore.v1.GetBlocksRequest\x1a&.sealmesh.kvstore.v1.GetBlocksResponse0\x01\x12\\\n\tPutBlocks\x12%.sealmesh.kvstore.v1.PutBlocksRequest\x1a&.sealmesh.kvstore.v1.PutBlocksResponse(\x01\x12\x63\n\x0c\x44\x65leteTenant\x12(.sealmesh.kvstore.v1.DeleteTenantRequest\x1a).sealmesh.kvstore.v1.DeleteTenantResponse\x12W\n\x08GetStats\x12$.sealmesh.kvstore.v1.GetStatsRequest\x1a%.sealmesh.kvstore.v1.GetStatsResponse\x12k\n\x10\x43reateCheckpoint\x12,.sealmesh.kvstore.v1.CreateCheckpointRequest\x1a\'.sealmesh.kvstore.v1.CheckpointProgress0\x01\x12m\n\x11RestoreCheckpoint\x12-.sealmesh.kvstore.v1.RestoreCheckpointRequest\x1a\'.sealmesh.kvstore.v1.CheckpointProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,24 +41,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETBLOCKSREQUEST']._serialized_end=556
   _globals['_GETBLOCKSRESPONSE']._serialized_start=558
   _globals['_GETBLOCKSRESPONSE']._serialized_end=669
-  _globals['_PUTBLOCKSREQUEST']._serialized_start=671
-  _globals['_PUTBLOCKSREQUEST']._serialized_end=789
-  _globals['_PUTBLOCKSRESPONSE']._serialized_start=791
-  _globals['_PUTBLOCKSRESPONSE']._serialized_end=879
-  _globals['_DELETETENANTREQUEST']._serialized_start=881
-  _globals['_DELETETENANTREQUEST']._serialized_end=921
-  _globals['_DELETETENANTRESPONSE']._serialized_start=923
-  _globals['_DELETETENANTRESPONSE']._serialized_end=968
-  _globals['_GETSTATSREQUEST']._serialized_start=970
-  _globals['_GETSTATSREQUEST']._serialized_end=987
-  _globals['_GETSTATSRESPONSE']._serialized_start=990
-  _globals['_GETSTATSRESPONSE']._serialized_end=1152
-  _globals['_CREATECHECKPOINTREQUEST']._serialized_start=1154
-  _globals['_CREATECHECKPOINTREQUEST']._serialized_end=1199
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=1201
-  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=1247
-  _globals['_CHECKPOINTPROGRESS']._serialized_start=1249
-  _globals['_CHECKPOINTPROGRESS']._serialized_end=1333
-  _globals['_KVSTORESERVICE']._serialized_start=1336
-  _globals['_KVSTORESERVICE']._serialized_end=2051
+  _globals['_PUTBLOCKSREQUEST']._serialized_start=672
+  _globals['_PUTBLOCKSREQUEST']._serialized_end=807
+  _globals['_PUTBLOCKSRESPONSE']._serialized_start=809
+  _globals['_PUTBLOCKSRESPONSE']._serialized_end=897
+  _globals['_DELETETENANTREQUEST']._serialized_start=899
+  _globals['_DELETETENANTREQUEST']._serialized_end=939
+  _globals['_DELETETENANTRESPONSE']._serialized_start=941
+  _globals['_DELETETENANTRESPONSE']._serialized_end=986
+  _globals['_GETSTATSREQUEST']._serialized_start=988
+  _globals['_GETSTATSREQUEST']._serialized_end=1005
+  _globals['_GETSTATSRESPONSE']._serialized_start=1008
+  _globals['_GETSTATSRESPONSE']._serialized_end=1170
+  _globals['_CREATECHECKPOINTREQUEST']._serialized_start=1172
+  _globals['_CREATECHECKPOINTREQUEST']._serialized_end=1217
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_start=1219
+  _globals['_RESTORECHECKPOINTREQUEST']._serialized_end=1265
+  _globals['_CHECKPOINTPROGRESS']._serialized_start=1267
+  _globals['_CHECKPOINTPROGRESS']._serialized_end=1351
+  _globals['_KVSTORESERVICE']._serialized_start=1354
+  _globals['_KVSTORESERVICE']._serialized_end=2069
 # @@protoc_insertion_point(module_scope)

@@ -222,6 +222,7 @@ class PutBlocksRequest(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     PARENT_KEY_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Namespace of the tenant; in the first piece of a block."""
     key: _builtins.bytes
@@ -234,6 +235,10 @@ class PutBlocksRequest(_message.Message):
     """Whether this is the last piece of the block."""
     parent_key: _builtins.bytes
     """Key of the block before it in its chain; empty for the first block. Lets eviction keep heads."""
+    replace: _builtins.bool
+    """Write also when the key exists: the caller read the stored value and it did not verify. In the
+    first piece of a block.
+    """
     def __init__(
         self,
         *,
@@ -243,10 +248,11 @@ class PutBlocksRequest(_message.Message):
         size_bytes: _builtins.int = ...,
         last: _builtins.bool = ...,
         parent_key: _builtins.bytes = ...,
+        replace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "key", b"key", "last", b"last", "namespace", b"namespace", "parent_key", b"parent_key", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "key", b"key", "last", b"last", "namespace", b"namespace", "parent_key", b"parent_key", "replace", b"replace", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
