@@ -1,0 +1,1 @@
+"""Roots, slots, signatures and wrapped keys."""

@@ -1,0 +1,1 @@
+"""SM4-GCM engines behind one small interface, and SM3."""
