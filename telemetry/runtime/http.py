@@ -1,0 +1,92 @@
+"""The HTTP side of a service: liveness, readiness and metrics, and room for an application of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any, Final, TypeAlias
+
+import uvicorn
+from sealmesh.telemetry.metrics import Metrics
+from sealmesh.telemetry.runtime.health import Readiness
+
+__all__ = ["AsgiApp", "HttpServer", "Receive", "Scope", "Send", "side_routes"]
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_JSON: Final = "application/json"
+
+
+def side_routes(
+    metrics: Metrics, readiness: Callable[[], Readiness], application: AsgiApp | None = None
+) -> AsgiApp:
+    """An ASGI app with `/healthz`, `/readyz` and `/metrics`; all else goes to `application` or is 404.
+
+    `/healthz` says that the process lives and its event loop turns; `/readyz` whether it can answer, with
+    the reason when it cannot.
+    """
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path") if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") else None
+        if path == "/healthz":
+            await _reply(send, 200, b'{"status":"alive"}', _JSON)
+        elif path == "/readyz":
+            state = readiness()
+            body = {"status": "ready"} if state.ok else {"status": "not ready", "reason": state.reason}
+            await _reply(send, 200 if state.ok else 503, json.dumps(body).encode(), _JSON)
+        elif path == "/metrics":
+            text, content_type = metrics.render()
+            await _reply(send, 200, text, content_type)
+        elif application is not None:
+            await application(scope, receive, send)
+        elif scope["type"] == "http":
+            await _reply(send, 404, b'{"error":"only /healthz, /readyz and /metrics are here"}', _JSON)
+
+    return app
+
+
+async def _reply(send: Send, status: int, body: bytes, content_type: str) -> None:
+    headers = [
+        (b"content-type", content_type.encode()),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a socket that is already bound, leaving signals to the runtime.
+
+    Args:
+        app: raw ASGI application.
+        grace_s: how long open requests may take to finish once `should_exit` is set.
+    """
+
+    def __init__(self, app: AsgiApp, grace_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                interface="asgi3",
+                timeout_graceful_shutdown=max(1, round(grace_s)),
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def run_on(self, listener: socket.socket) -> None:
+        """Serves until `should_exit`."""
+        await self.serve(sockets=[listener])
