@@ -1,0 +1,200 @@
+"""The recognizers, as data: what each type looks like, how it is validated, which labels announce it.
+
+Sources: GB 11643-1999 (citizen numbers), the numbering plan of the MIIT (mobiles), ISO/IEC 7812 and the
+public BIN ranges of the card schemes, RFC 5321 (mailboxes). ASCII boundaries are explicit everywhere: `\\b`
+counts Han characters as word characters and so misses a number that touches Chinese text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sealmesh.gateway.pii.checksums import gb11643_check, luhn_check, plausible_birth_date
+
+
+def _labels(words: str) -> re.Pattern[str]:
+    """A pattern that finds one of the words at the end of a text, with the usual filler after it."""
+    filler = r"[^0-9A-Za-z\u3400-\u9fff]{0,4}"
+    number = r"(?:号码|号|[ _-]?(?:no|num|number)(?![a-z]))?"
+    return re.compile(
+        rf"(?<![A-Za-z])(?:{words}){number}{filler}(?:是|为|即|is|are|was)?{filler}\Z", re.IGNORECASE
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRecognizer:
+    """Finds numbers in a chain of digit groups.
+
+    `shape` is matched on the bare digits at the start of a group and must hold for every valid value;
+    `lengths` are the lengths to try, longest first. A valid value scores `score`, more beside a label. A
+    value that is not valid but follows a label and fits `labelled` scores 0.7: its owner called it personal.
+    `layouts` are the group sizes in which people write it; `any_layout` drops that test where validation is
+    strong enough alone.
+    """
+
+    type: str
+    priority: int
+    shape: re.Pattern[str]
+    lengths: tuple[int, ...]
+    valid: Callable[[str], bool]
+    score: Callable[[str], float]
+    labels: re.Pattern[str]
+    labelled: re.Pattern[str]
+    layouts: frozenset[tuple[int, ...]] = field(default_factory=frozenset)
+    any_layout: bool = False
+    country_code: bool = False
+
+
+# GB/T 2260 province codes, and 81/82/83 for residence permits of Hong Kong, Macao and Taiwan residents.
+_PROVINCES = frozenset(
+    f"{code}"
+    for code in (
+        *range(11, 16),
+        *range(21, 24),
+        *range(31, 38),
+        *range(41, 47),
+        *range(50, 55),
+        *range(61, 66),
+        71,
+        81,
+        82,
+        83,
+        91,
+    )
+)
+
+
+def _valid_cn_id(number: str) -> bool:
+    return plausible_birth_date(number[6:14]) and gb11643_check(number)
+
+
+def _score_cn_id(number: str) -> float:
+    # Real numbers with regions that no table lists exist, so the region speaks only to confidence.
+    return 0.95 if number[:2] in _PROVINCES else 0.75
+
+
+CN_ID = NumberRecognizer(
+    type="CN_ID",
+    priority=40,
+    shape=re.compile(r"[1-9]\d{5}(?:19|20)\d\d[01]\d[0-3]\d{4}[\dX]"),
+    lengths=(18,),
+    valid=_valid_cn_id,
+    score=_score_cn_id,
+    labels=_labels(
+        r"身份证(?:件)?|公民身份|证件|居民身份证|身份号|居住证|身[分份]證|"
+        r"id[ _-]?cards?|idcard|identity(?:[ _-]?cards?)?|national[ _-]?id|citizen[ _-]?id|sfz"
+    ),
+    labelled=re.compile(r"[1-9](?:\d{14}|\d{15,16}[\dX]|\d{18})"),
+    any_layout=True,
+)
+
+
+def _always(_number: str) -> bool:
+    return True
+
+
+def _score_mobile(_number: str) -> float:
+    return 0.85
+
+
+CN_MOBILE = NumberRecognizer(
+    type="CN_MOBILE",
+    priority=20,
+    shape=re.compile(r"(?:00860?|86)?1[3-9]\d{9}"),
+    lengths=(15, 13, 11),
+    valid=_always,
+    score=_score_mobile,
+    labels=_labels(
+        r"手机|手機|电话|電話|联系方式|移动电话|来电|致电|拨打|短信|微信|"
+        r"mobile(?:[ _-]?phone)?|(?:cell)?phone|cell|tel(?:ephone)?|contact|call|sms|whatsapp"
+    ),
+    labelled=re.compile(r"1\d{10}"),
+    layouts=frozenset({(3, 4, 4), (4, 4, 3), (3, 8), (7, 4), (3, 3, 5), (3, 5, 3)}),
+    country_code=True,
+)
+
+_CARD_LENGTHS: tuple[tuple[re.Pattern[str], frozenset[int]], ...] = (
+    (
+        re.compile(r"62|81|60(?!11)|9558"),
+        frozenset({16, 17, 18, 19}),
+    ),  # UnionPay and older Chinese debit BINs
+    (re.compile(r"4"), frozenset({13, 16, 19})),  # Visa
+    (re.compile(r"5[1-5]|222[1-9]|22[3-9]|2[3-6]|27[01]|2720"), frozenset({16})),  # Mastercard
+    (re.compile(r"3[47]"), frozenset({15})),  # American Express
+    (re.compile(r"3(?:0[0-5]|095|[689])"), frozenset({14, 16, 19})),  # Diners Club
+    (re.compile(r"6011|64[4-9]|65"), frozenset({16, 19})),  # Discover
+    (re.compile(r"35"), frozenset({16})),  # JCB
+    (re.compile(r"(?:2131|1800)"), frozenset({15})),  # JCB, older
+    (re.compile(r"5[0678]|6[37]"), frozenset({16, 17, 18, 19})),  # Maestro
+)
+
+
+def _valid_card(number: str) -> bool:
+    size = len(number)
+    return any(size in sizes and bin_.match(number) for bin_, sizes in _CARD_LENGTHS) and luhn_check(number)
+
+
+def _score_card(number: str) -> float:
+    return 0.9 if len(number) >= 15 else 0.8
+
+
+BANK_CARD = NumberRecognizer(
+    type="BANK_CARD",
+    priority=30,
+    shape=re.compile(r"(?:[23456]|81|9558|1800)\d{11}"),
+    lengths=(19, 18, 17, 16, 15, 14, 13),
+    valid=_valid_card,
+    score=_score_card,
+    labels=_labels(
+        r"银行卡|銀行卡|借记卡|储蓄卡|信用卡|贷记卡|卡号|账户|帐户|账号|帐号|收款账户|收款账号|"
+        r"(?:credit|debit|bank|payment)?[ _-]?cards?|cc|pan|iban|account|visa|mastercard|maestro|amex"
+    ),
+    labelled=re.compile(r"[2-9]\d{11,18}"),
+    layouts=frozenset(
+        {
+            (4, 4, 4, 4),
+            (4, 4, 4, 4, 3),
+            (4, 4, 4, 4, 2),
+            (4, 4, 4, 4, 1),
+            (4, 6, 5),
+            (4, 6, 4),
+            (6, 13),
+            (6, 10),
+        }
+    ),
+)
+
+NUMBER_RECOGNIZERS: tuple[NumberRecognizer, ...] = (CN_ID, BANK_CARD, CN_MOBILE)
+
+EMAIL_PRIORITY = 10
+# Image and style files whose names look like mailboxes ("icon@2x.png").
+_FILE_SUFFIXES = frozenset(
+    {"png", "jpg", "jpeg", "gif", "svg", "webp", "ico", "css", "js", "ts", "json", "html"}
+)
+_DOMAIN = re.compile(
+    r"(?:[A-Za-z0-9](?:[A-Za-z0-9\-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9])", re.ASCII
+)
+_LOCAL_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._%+-")
+_MAX_LOCAL = 64
+_MAX_DOMAIN = 253
+
+
+def email_at(text: str, at: int) -> tuple[int, int] | None:
+    """The mailbox around the "@" at index `at`, or None. Looks at a bounded stretch on either side."""
+    start = at
+    floor = max(0, at - _MAX_LOCAL)
+    while start > floor and (text[start - 1] in _LOCAL_CHARS):
+        start -= 1
+    while start < at and text[start] in ".%+-":
+        start += 1
+    if start == at or text[at - 1] == ".":
+        return None
+    domain = _DOMAIN.match(text, at + 1, at + 1 + _MAX_DOMAIN)
+    if domain is None:
+        return None
+    suffix = domain[0].rpartition(".")[2].lower()
+    if suffix in _FILE_SUFFIXES:
+        return None
+    return start, domain.end()
