@@ -72,6 +72,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The path, method or RPC does not exist (UNIMPLEMENTED or NOT_FOUND, HTTP 404 or 405)."""
     ERROR_REASON_NOT_FOUND: _ErrorReason.ValueType  # 24
     """A resource of that name does not exist (NOT_FOUND, HTTP 404)."""
+    ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 25
+    """The caller went away or cancelled the call (CANCELLED, HTTP 499)."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Reasons carried in google.rpc.ErrorInfo (domain "sealmesh.dev") by every service.
@@ -128,4 +130,6 @@ ERROR_REASON_UNKNOWN_METHOD: ErrorReason.ValueType  # 23
 """The path, method or RPC does not exist (UNIMPLEMENTED or NOT_FOUND, HTTP 404 or 405)."""
 ERROR_REASON_NOT_FOUND: ErrorReason.ValueType  # 24
 """A resource of that name does not exist (NOT_FOUND, HTTP 404)."""
+ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 25
+"""The caller went away or cancelled the call (CANCELLED, HTTP 499)."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
