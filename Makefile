@@ -48,5 +48,5 @@ requirements: dev ## Compile the pinned requirement files (ARGS=--upgrade for ne
 	$(BIN)/python deploy/packaging/requirements/compile.py $(ARGS)
 
 clean: ## Remove the environment and all caches; .sealmesh (keys, models, KV data) stays
-	rm -rf $(if $(filter .venv,$(VENV)),.venv) .dev build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(if $(filter .venv,$(VENV)),.venv .venv.lock) .dev build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,8 @@
 
 cpu.txt   pyproject.toml's dependencies and cpu.in, less cpu-excludes.txt
 dev.txt   pyproject.toml's extra "dev", less what cpu.txt holds already
+demo.txt  demo.in alone
+uv.txt    uv.in alone
 
 Versions that are pinned stay unless an upgrade is asked for. Every file of a release is listed by
 hash, so one file serves all platforms; no registry is named, so each machine uses its own.
@@ -127,22 +129,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     upgrade = ["--upgrade"] if arguments.upgrade else []
     for package in arguments.upgrade_package:
         upgrade += ["--upgrade-package", package]
-    cpu, dev, excludes = HERE / "cpu.txt", HERE / "dev.txt", HERE / "cpu-excludes.txt"
     here = HERE.relative_to(ROOT).as_posix()
+    cpu = HERE / "cpu.txt"
+    plan = [
+        (cpu, ["pyproject.toml", f"{here}/cpu.in"], ["--excludes", f"{here}/cpu-excludes.txt"]),
+        (HERE / "dev.txt", ["pyproject.toml"], ["--extra", "dev", "--constraints", str(cpu)]),
+        (HERE / "demo.txt", [f"{here}/demo.in"], ["--no-deps"]),
+        (HERE / "uv.txt", [f"{here}/uv.in"], ["--no-deps"]),
+    ]
     try:
-        count = compile_file(
-            cpu, ["pyproject.toml", f"{here}/cpu.in"], ["--excludes", str(excludes), *upgrade], set()
-        )
-        print(f"{cpu.relative_to(ROOT)}: {count} packages")
-        count = compile_file(
-            dev,
-            ["pyproject.toml"],
-            ["--extra", "dev", "--constraints", str(cpu), *upgrade],
-            names(cpu),
-        )
-        print(f"{dev.relative_to(ROOT)}: {count} packages")
+        for target, sources, options in plan:
+            skip = names(cpu) if target.name == "dev.txt" else set()
+            count = compile_file(target, sources, [*options, *upgrade], skip)
+            print(f"{target.relative_to(ROOT)}: {count} packages")
     except subprocess.CalledProcessError as error:
-        print(f"requirements: uv exited {error.returncode}; the files are unchanged", file=sys.stderr)
+        print(f"requirements: uv exited {error.returncode}; that file is unchanged", file=sys.stderr)
         return 1
     return 0
 
