@@ -23,6 +23,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from opentelemetry import trace
+from sealmesh.telemetry.attributes import Attribute, set_attributes
 from sealmesh.telemetry.runtime.channel import role_host
 from sealmesh.telemetry.runtime.errors import SealmeshError
 from sealmesh.telemetry.runtime.interceptors import Context
@@ -139,6 +141,7 @@ class RoleAuthorizer:
             SealmeshError: UNAUTHENTICATED without an identity, PERMISSION_DENIED with the wrong role.
         """
         peer = PeerIdentity.of(context)
+        set_attributes(trace.get_current_span(), {Attribute.PEER_ROLE: peer.role})
         method = full_method.lstrip("/")
         roles = self._allowed.get(method, self._allowed.get(method.rpartition("/")[0], frozenset()))
         if peer.role not in roles:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Final, Literal, TextIO
 
 from opentelemetry import trace
+from sealmesh.telemetry.runtime.errors import SealmeshError
 
 __all__ = ["FieldValue", "LogFormat", "LogLevel", "StructuredLogger", "configure_logging"]
 
@@ -23,6 +24,9 @@ FieldValue = str | int | float | bool | None
 
 _MAX_FIELD_CHARS: Final = 512
 _FIELDS: Final = "sealmesh_fields"
+
+# Errors whose text is ours or the operating system's.
+_SPEAKABLE: Final = (SealmeshError, OSError, ImportError, NotImplementedError)
 
 
 class StructuredLogger:
@@ -50,7 +54,10 @@ class StructuredLogger:
         self._log(logging.ERROR, event, fields)
 
     def failure(self, event: str, exc: BaseException, **fields: FieldValue) -> None:
-        """Logs a defect: an exception that nothing expected, with its traceback."""
+        """Logs a defect: an exception that nothing expected, with where it came from.
+
+        The text of the exception is left out, it may quote what a caller sent; types and frames stay.
+        """
         self._log(logging.ERROR, event, fields, exc)
 
     def _log(
@@ -99,7 +106,7 @@ class _Formatter(logging.Formatter):
     def _traceback(self, record: logging.LogRecord) -> str:
         if not record.exc_info or record.exc_info[1] is None:
             return ""
-        return "".join(traceback.format_exception(record.exc_info[1])).rstrip()
+        return "\n".join(_frames(record.exc_info[1]))
 
 
 class _JsonFormatter(_Formatter):
@@ -125,6 +132,19 @@ class _TextFormatter(_Formatter):
         event = record.getMessage()
         head = f"{clock} {record.levelname:<7} {self._service}: {event}"
         return "\n".join(part for part in (f"{head} {fields}".rstrip(), self._traceback(record)) if part)
+
+
+def _frames(exc: BaseException) -> list[str]:
+    """A traceback, causes first, with the text only of exceptions that cannot quote a request."""
+    cause = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
+    lines = [*_frames(cause), "which led to:"] if cause is not None else []
+    lines += [line.rstrip() for line in traceback.format_tb(exc.__traceback__)]
+    for inner in exc.exceptions if isinstance(exc, BaseExceptionGroup) else ():
+        lines += [f"  | {line}" for text in _frames(inner) for line in text.splitlines()]
+    kind = type(exc)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    text = str(exc) if isinstance(exc, _SPEAKABLE) else ""
+    return [*lines, f"{name}: {text}" if text else name]
 
 
 def _time_of(record: logging.LogRecord) -> datetime:

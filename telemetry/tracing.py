@@ -16,12 +16,14 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Final, TextIO
 
+import psutil
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from sealmesh.telemetry.attributes import MAX_VALUE_CHARS, Attribute, AttributeValue, set_attributes
@@ -59,7 +61,7 @@ class JsonLinesExporter(SpanExporter):
     """
 
     def __init__(
-        self, trace_dir: Path, service: str, *, max_bytes: int = 4 * 1024 * 1024, max_files: int = 64
+        self, trace_dir: Path, service: str, *, max_bytes: int = 4 * 1024 * 1024, max_files: int = 24
     ) -> None:
         self._dir = trace_dir
         self._service = service
@@ -114,14 +116,16 @@ class JsonLinesExporter(SpanExporter):
         self.path.replace(self.path.with_suffix(".1.jsonl"))
 
     def _prune(self) -> None:
-        files = []
+        """Makes room for one more file, at the cost of the oldest of processes that are gone."""
+        files: list[tuple[float, Path]] = []
         for path in self._dir.glob("*.jsonl"):
-            # A file may vanish between the listing and here: another process prunes too.
+            # A file may vanish between the listing and here: other processes prune too.
             with contextlib.suppress(FileNotFoundError):
                 files.append((path.stat().st_mtime, path))
         files.sort()
         for _, path in files[: max(0, len(files) - self._max_files + 1)]:
-            path.unlink(missing_ok=True)
+            if not _owner_alive(path):
+                path.unlink(missing_ok=True)
 
 
 class Tracing:
@@ -142,8 +146,6 @@ class Tracing:
         trace_dir: Path | None = None,
         sample_ratio: float = 1.0,
     ) -> None:
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
-
         self.service = service
         self._provider = TracerProvider(
             resource=Resource.create({"service.name": service, "process.pid": os.getpid()}),
@@ -233,6 +235,12 @@ def _exporters(service: str, otlp_endpoint: str, trace_dir: Path | None) -> Iter
         yield OTLPSpanExporter(endpoint=otlp_endpoint, timeout=_EXPORT_TIMEOUT_S)
     if trace_dir is not None:
         yield JsonLinesExporter(trace_dir, service)
+
+
+def _owner_alive(path: Path) -> bool:
+    """Whether the process of `<service>-<pid>[.1].jsonl` still runs and may write there."""
+    pid = path.name.removesuffix(".jsonl").removesuffix(".1").rpartition("-")[2]
+    return pid.isdecimal() and psutil.pid_exists(int(pid))
 
 
 def _line(service: str, span: ReadableSpan) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn, TypeAlias, cast
@@ -22,7 +23,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from sealmesh.telemetry.attributes import Attribute, set_attributes
 from sealmesh.telemetry.metrics import Metrics
 from sealmesh.telemetry.runtime.deadline import deadline_within
-from sealmesh.telemetry.runtime.errors import STATUS_DETAILS_KEY, SealmeshError, reason_of
+from sealmesh.telemetry.runtime.errors import STATUS_DETAILS_KEY, Reason, SealmeshError, reason_of
 from sealmesh.telemetry.telemetry import Telemetry
 from sealmesh.telemetry.tracing import Tracing, extract_context, inject_context
 
@@ -54,6 +55,13 @@ HEALTH_AND_REFLECTION: Final = frozenset(
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
+)
+
+
+_DRAINING: Final[tuple[grpc.StatusCode, Reason, str]] = (
+    grpc.StatusCode.UNAVAILABLE,
+    "OVERLOADED",
+    "the service is shutting down; another may answer",
 )
 
 
@@ -118,6 +126,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self._authorize = authorize
         self._endless_methods = frozenset(endless) | HEALTH_AND_REFLECTION - {"/grpc.health.v1.Health/Check"}
         self._endless: set[asyncio.Task[Any]] = set()
+        self._ended: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._wrapped: dict[str, tuple[_Handler, _Handler]] = {}
         self.admission: Admission = "starting"
 
@@ -125,6 +134,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         """Ends the endless streams with UNAVAILABLE. To be called once, when the server drains."""
         self.admission = "draining"
         for task in tuple(self._endless):
+            self._ended.add(task)
             task.cancel()
 
     async def intercept_service(
@@ -184,19 +194,21 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 outcome.code = _code_of(context)
                 return answer
         except asyncio.CancelledError:
-            await self._cancelled(context, outcome)
+            outcome.code, outcome.reason = self._why_cancelled(context)
+            if outcome.code is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            _uncancel()
+            await _fail(context, SealmeshError(*_DRAINING), outcome)
         except grpc.aio.AbortError:
             outcome.code = _code_of(context)
             outcome.reason = reason_of(outcome.code)
             raise
-        except SealmeshError as exc:
-            await _fail(context, exc, outcome)
-        except grpc.RpcError as exc:
-            # A call made for this one failed and the servicer had nothing to add.
-            await _fail(context, SealmeshError.from_rpc_error(exc), outcome)
         except Exception as exc:  # noqa: BLE001  # the boundary: whatever it was, the caller gets a status
-            self._telemetry.log.failure("call failed unexpectedly", exc, method=method.span_name)
-            await _fail(context, SealmeshError.internal(), outcome)
+            error = _meaning(exc)
+            if error is None:
+                self._telemetry.log.failure("call failed unexpectedly", exc, method=method.span_name)
+                error = SealmeshError.internal()
+            await _fail(context, error, outcome)
         finally:
             elapsed = time.perf_counter() - started
             active.dec()
@@ -234,19 +246,14 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         finally:
             self._endless.discard(task)
 
-    async def _cancelled(self, context: Context, outcome: _Outcome) -> NoReturn:
-        """Tells a client that left from a deadline that passed from a server that drains."""
-        task = asyncio.current_task()
+    def _why_cancelled(self, context: Context) -> tuple[grpc.StatusCode, Reason]:
+        """Tells a deadline that passed from a server that drains from a client that left."""
         left = _time_left(context)
         if left is not None and left <= 0:
-            outcome.code, outcome.reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
-        elif self.admission == "draining" and not context.cancelled() and task is not None:
-            task.uncancel()
-            drains = SealmeshError(grpc.StatusCode.UNAVAILABLE, "OVERLOADED", "the service is shutting down")
-            await _fail(context, drains, outcome)
-        else:
-            outcome.code, outcome.reason = grpc.StatusCode.CANCELLED, "CANCELLED"
-        raise asyncio.CancelledError
+            return grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
+        if self.admission == "draining" and asyncio.current_task() in self._ended:
+            return grpc.StatusCode.UNAVAILABLE, "OVERLOADED"
+        return grpc.StatusCode.CANCELLED, "CANCELLED"
 
 
 async def _pump(produced: Any, context: Context) -> None:
@@ -257,6 +264,24 @@ async def _pump(produced: Any, context: Context) -> None:
     async with contextlib.aclosing(cast("Any", produced)) as responses:
         async for response in responses:
             await context.write(response)
+
+
+def _meaning(exc: Exception) -> SealmeshError | None:
+    """What an exception of a servicer means to the caller; None for a defect.
+
+    An error out of a task group comes wrapped; a failed call that the servicer had nothing to add to is
+    passed on as what it meant here.
+    """
+    while isinstance(exc, ExceptionGroup) and len(exc.exceptions) == 1:
+        exc = exc.exceptions[0]
+    if isinstance(exc, SealmeshError):
+        return exc
+    return SealmeshError.from_rpc_error(exc) if isinstance(exc, grpc.RpcError) else None
+
+
+def _uncancel() -> None:
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
 
 
 async def _fail(context: Context, error: SealmeshError, outcome: _Outcome) -> NoReturn:
