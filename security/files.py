@@ -64,7 +64,7 @@ class Folder:
     def open_file(self, path: str) -> int:
         """A read-only descriptor of a regular file below the folder; the caller closes it.
 
-        Raises INTEGRITY_FAILURE for a missing file, a symbolic link on the way, or anything but a regular file.
+        Raises INTEGRITY_FAILURE for a missing file, a symbolic link on the way, or no regular file.
         """
         *folders, name = check_relative_path(path).parts
         at = self._fd
@@ -179,8 +179,9 @@ def private_file(path: Path, what: str) -> Iterator[int]:
         if not stat.S_ISREG(status.st_mode):
             raise configuration_invalid(f"{what} {path} is not a regular file")
         if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
             raise configuration_invalid(
-                f"{what} {path} is open to others (mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
+                f"{what} {path} is open to others (mode {mode:04o}); run: chmod 600 {path}"
             )
         yield fd
     finally:

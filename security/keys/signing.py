@@ -1,4 +1,4 @@
-"""Signatures over manifests: who sealed a model. Ed25519 now; the suite number leaves room for SM2-with-SM3."""
+"""Signatures over manifests: who sealed a model. The suite number leaves room for SM2-with-SM3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Key slots: several roots that each open one data key (after LUKS and age). Byte format: docs/sealed-format.md."""
+"""Key slots: several roots that each open one data key (after LUKS and age); see docs/sealed-format.md."""
 
 from __future__ import annotations
 
