@@ -209,6 +209,8 @@ class EmbeddedRedis:
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(self._lock_fd,),
+                # Ctrl-C in a terminal is for this process; the server is stopped when we are done with it.
+                start_new_session=True,
             )
         try:
             await self._wait_until_ready(self._process, log)
@@ -258,7 +260,8 @@ class EmbeddedRedis:
                 await asyncio.wait({exited}, timeout=0.1 if loading else 0.01)
                 if exited.done():
                     raise StoreUnavailableError(
-                        f"the embedded Redis ({self._server}) exited with {exited.result()}: {_last_line(log)}"
+                        f"the embedded Redis ({self._server}) exited with {exited.result()}: "
+                        f"{_last_line(log)}"
                     )
         finally:
             exited.cancel()

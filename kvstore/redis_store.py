@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -34,14 +34,15 @@ class RedisOptions:
     """How to talk to Redis.
 
     Args:
-        url: redis://, rediss:// or unix:// address.
+        url: Gives the redis://, rediss:// or unix:// address; asked at start, because an embedded server
+            chooses its socket when it starts.
         connections: Most connections at once.
         connect_timeout_ms: Time to open one, milliseconds.
         command_timeout_ms: Time for one command or pipeline, milliseconds.
         read_window_bytes: Bytes of values to hold per read: half of it sent, half of it fetched ahead.
     """
 
-    url: str
+    url: Callable[[], str]
     connections: int = 16
     connect_timeout_ms: int = 1000
     command_timeout_ms: int = 2000
@@ -61,18 +62,20 @@ class RedisStore:
         self._metrics = metrics
         self._client: Redis | None = None
         self._touches: set[asyncio.Task[None]] = set()
-        self._address = redacted(options.url)
+        self._address = ""
 
     async def start(self) -> None:
         options = self._options
+        url = options.url()
+        self._address = redacted(url)
         pool = BlockingConnectionPool.from_url(
-            options.url,
+            url,
             max_connections=options.connections,
             timeout=options.command_timeout_ms / 1e3,
             socket_connect_timeout=options.connect_timeout_ms / 1e3,
             socket_timeout=options.command_timeout_ms / 1e3,
             # The caller has a deadline and can recompute: a retry behind its back only adds delay.
-            retry=Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+            retry=Retry(NoBackoff(), 0),
         )
         self._client = Redis(connection_pool=pool)
         await self.ping()
@@ -140,9 +143,7 @@ class RedisStore:
                 for start in range(0, len(backwards), _TOUCH_CHUNK):
                     await self._redis.touch(*backwards[start : start + _TOUCH_CHUNK])
 
-    async def read(
-        self, namespace: str, keys: Sequence[bytes]
-    ) -> AsyncIterator[tuple[int, bytes | None]]:
+    async def read(self, namespace: str, keys: Sequence[bytes]) -> AsyncIterator[tuple[int, bytes | None]]:
         names = [_name(namespace, key) for key in keys]
         start, batch = 0, _FIRST_READ_BATCH
         ahead: asyncio.Task[list[bytes | None]] | None = None
@@ -198,7 +199,7 @@ class RedisStore:
     async def stats(self) -> StoreStats:
         async with self._command("INFO"):
             info = cast(dict[str, object], await self._redis.info())
-            count = cast(int, await self._redis.dbsize())
+            count = await self._redis.dbsize()
         name = "valkey" if info.get("server_name") == "valkey" else "redis"
         version = info.get("valkey_version") if name == "valkey" else info.get("redis_version")
         return StoreStats(

@@ -53,9 +53,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
     async def LookupPrefix(
         self,
         request: kvstore_pb2.LookupPrefixRequest,
-        context: grpc.aio.ServicerContext[
-            kvstore_pb2.LookupPrefixRequest, kvstore_pb2.LookupPrefixResponse
-        ],
+        context: grpc.aio.ServicerContext[kvstore_pb2.LookupPrefixRequest, kvstore_pb2.LookupPrefixResponse],
     ) -> kvstore_pb2.LookupPrefixResponse:
         check_namespace(request.namespace)
         check_keys(request.keys)
@@ -154,7 +152,9 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
 
     def _append(self, block: _Incoming, piece: kvstore_pb2.PutBlocksRequest) -> None:
         if len(piece.data) > PIECE_BYTES:
-            raise _malformed("data", f"a piece has {len(piece.data)} bytes; at most {PIECE_BYTES} are allowed")
+            raise _malformed(
+                "data", f"a piece has {len(piece.data)} bytes; at most {PIECE_BYTES} are allowed"
+            )
         block.received_bytes += len(piece.data)
         if block.received_bytes > block.size_bytes or (
             piece.last and block.received_bytes != block.size_bytes
@@ -170,9 +170,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
     async def DeleteTenant(
         self,
         request: kvstore_pb2.DeleteTenantRequest,
-        context: grpc.aio.ServicerContext[
-            kvstore_pb2.DeleteTenantRequest, kvstore_pb2.DeleteTenantResponse
-        ],
+        context: grpc.aio.ServicerContext[kvstore_pb2.DeleteTenantRequest, kvstore_pb2.DeleteTenantResponse],
     ) -> kvstore_pb2.DeleteTenantResponse:
         check_namespace(request.namespace)
         deleted = await self._store.delete_namespace(request.namespace)

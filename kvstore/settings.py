@@ -11,9 +11,7 @@ class KVStoreSettings(ServiceSettings):
     """Store of KV-cache blocks in Redis, shared by all workers and kept over restarts."""
 
     grpc_address: str = Field("127.0.0.1:9102", description="host:port of the gRPC server")
-    http_address: str = Field(
-        "127.0.0.1:9202", description="host:port of /healthz, /readyz and /metrics"
-    )
+    http_address: str = Field("127.0.0.1:9202", description="host:port of /healthz, /readyz and /metrics")
     redis_url: str = Field(
         "",
         pattern=r"^$|^(redis|rediss|unix)://",
