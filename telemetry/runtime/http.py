@@ -6,13 +6,15 @@ import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import uvicorn
 from sealmesh.telemetry.metrics import Metrics
 from sealmesh.telemetry.runtime.health import Readiness
 
-__all__ = ["AsgiApp", "HttpServer", "Receive", "Scope", "Send", "side_routes"]
+__all__ = ["AsgiApp", "HttpOptions", "HttpServer", "Receive", "Scope", "Send", "side_routes"]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -61,15 +63,33 @@ async def _reply(send: Send, status: int, body: bytes, content_type: str) -> Non
     await send({"type": "http.response.body", "body": body})
 
 
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """What an HTTP front that strangers reach needs beyond the defaults.
+
+    Attributes:
+        certificate: PEM chain of the server; None speaks plain text.
+        key: PEM private key of `certificate`.
+        keep_alive_s: how long an idle connection is kept.
+        max_connections: connections and requests at once; beyond it callers get 503. None: unbounded.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    keep_alive_s: float = 5.0
+    max_connections: int | None = None
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket that is already bound, leaving signals to the runtime.
 
     Args:
         app: raw ASGI application.
         grace_s: how long open requests may take to finish once `should_exit` is set.
+        options: TLS and limits.
     """
 
-    def __init__(self, app: AsgiApp, grace_s: float) -> None:
+    def __init__(self, app: AsgiApp, grace_s: float, options: HttpOptions = HttpOptions()) -> None:  # noqa: B008
         super().__init__(
             uvicorn.Config(
                 app,
@@ -77,6 +97,12 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                # What a client says about its own address is not believed.
+                proxy_headers=False,
+                ssl_certfile=options.certificate,
+                ssl_keyfile=options.key,
+                timeout_keep_alive=max(1, round(options.keep_alive_s)),
+                limit_concurrency=options.max_connections,
                 ws="none",
                 interface="asgi3",
                 timeout_graceful_shutdown=max(1, round(grace_s)),

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 import grpc
 from sealmesh.telemetry.runtime.errors import SealmeshError
 from sealmesh.telemetry.runtime.health import READY, Health, Readiness, add_reflection
-from sealmesh.telemetry.runtime.http import AsgiApp, HttpServer, side_routes
+from sealmesh.telemetry.runtime.http import AsgiApp, HttpOptions, HttpServer, side_routes
 from sealmesh.telemetry.runtime.interceptors import Authorizer, ServiceInterceptor, deny_all
 from sealmesh.telemetry.runtime.lifecycle import Component
 from sealmesh.telemetry.runtime.settings import EXIT_USAGE, ServiceSettings
@@ -50,6 +50,7 @@ class ServerSpec:
         components: started in order before the service is ready, closed in reverse.
         ready: asked several times a second whether the service can answer; must be cheap.
         http_app: ASGI application for the HTTP address, behind the side routes.
+        http_options: TLS and limits of the HTTP address.
         endless: full methods of streams that end only with the server (`/pkg.Service/WatchX`).
         watch: runs while the service serves; when it raises SealmeshError the process ends with its
             message and a failure code, so that a supervisor can start it anew.
@@ -65,6 +66,7 @@ class ServerSpec:
     components: Sequence[Component] = ()
     ready: Callable[[], Readiness] = _always_ready
     http_app: AsgiApp | None = None
+    http_options: HttpOptions = HttpOptions()
     endless: Collection[str] = field(default_factory=frozenset)
     watch: Callable[[], Awaitable[None]] | None = None
     reuse_port: bool = False
@@ -108,6 +110,7 @@ class ServiceServer:
         self._watcher: asyncio.Task[None] | None = None
         self.grpc_address = ""
         self.http_address = ""
+        self.was_open = False
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -136,6 +139,7 @@ class ServiceServer:
                 self._components.push_async_callback(component.close)
             self._interceptor.admission = "serving"
             self._health.open()
+            self.was_open = True
             await self._publish()
             self._watcher = asyncio.create_task(self._watch_readiness(), name="readiness")
         except BaseException:
@@ -167,7 +171,7 @@ class ServiceServer:
         listener = _bind(settings.http_address, "http_address", reuse_port=spec.reuse_port)
         self.http_address = _name(listener)
         app = side_routes(spec.telemetry.metrics, self._health.readiness, spec.http_app)
-        self._http = HttpServer(app, settings.drain_grace_ms / 1000)
+        self._http = HttpServer(app, settings.drain_grace_ms / 1000, spec.http_options)
         self._http_task = asyncio.create_task(self._http.run_on(listener), name="http")
 
         # gRPC reports a taken port in several lines of its own log: find out first.
@@ -234,7 +238,9 @@ async def serve(spec: ServerSpec) -> int:
         log.error(exc.message, reason=exc.reason)  # noqa: TRY400
         return _exit_code(exc)
     except Exception as exc:  # noqa: BLE001  # the boundary of the process: log it and say so in the exit code
-        log.failure("the service failed unexpectedly", exc)
+        # Before the first request the text of an exception cannot quote one, and it says what to mend.
+        cause = {} if server.was_open else {"cause": str(exc)}
+        log.failure("the service failed unexpectedly", exc, **cause)
         return EXIT_FAILED
     finally:
         await spec.telemetry.close()
