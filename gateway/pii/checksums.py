@@ -25,5 +25,7 @@ _DOUBLED = (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)
 
 def luhn_check(digits: str) -> bool:
     """Whether the last digit is the Luhn check digit of the others (ISO/IEC 7812-1, annex B)."""
+    if not digits.isdecimal():
+        return False
     total = sum(map(int, digits[-1::-2])) + sum(_DOUBLED[ord(char) - 48] for char in digits[-2::-2])
     return total % 10 == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,10 @@ _CHAIN_RE = re.compile(r"[0-9](?:[ \t.\-_\r\n]{0,3}+[0-9]){10,}+(?:[ .\-]?[Xx](?
 _GROUP_RE = re.compile(r"[0-9]+|[Xx]")
 # A label and its filler lie within this many characters before the value.
 _LABEL_REACH = 32
+# Characters of the shortest value of any type, "a@b.cn".
+_SHORTEST = 6
+# Groups in the longest layout of any recognizer; more than that only stand alone.
+_LONGEST_LAYOUT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,11 @@ class _Candidate:
 class _Chain:
     """Digit groups with separators between them, for example "6222 0228 8382 7007"."""
 
-    __slots__ = ("_labelled", "compact", "ends", "group_ends", "starts", "text")
+    __slots__ = ("_labelled", "compact", "context", "ends", "group_at", "group_ends", "starts", "text")
 
-    def __init__(self, text: str, start: int, end: int) -> None:
+    def __init__(self, text: str, start: int, end: int, context: str = "") -> None:
         self.text = text
+        self.context = context
         groups = [match.span() for match in _GROUP_RE.finditer(text, start, end)]
         if len(groups) > 1 and text[groups[-1][0]] in "Xx" and groups[-1][0] == groups[-2][1]:
             groups[-2:] = [(groups[-2][0], groups[-1][1])]
@@ -51,6 +55,7 @@ class _Chain:
         for a, b in groups:
             total += b - a
             self.group_ends.append(total)
+        self.group_at = {end: group for group, end in enumerate(self.group_ends)}
         self._labelled: dict[str, bool] = {}
 
     def labelled(self, recognizer: NumberRecognizer) -> bool:
@@ -60,7 +65,10 @@ class _Chain:
             start = self.starts[0]
             if start and self.text[start - 1] == "+":
                 start -= 1
-            known = recognizer.labels.search(self.text[max(0, start - _LABEL_REACH) : start]) is not None
+            before = self.text[max(0, start - _LABEL_REACH) : start]
+            if self.context and start < _LABEL_REACH:
+                before = f"{self.context[-_LABEL_REACH:]}:{before}"
+            known = recognizer.labels.announce(before)
             self._labelled[recognizer.type] = known
         return known
 
@@ -79,10 +87,15 @@ class Detector:
     def __init__(self, numbers: Sequence[NumberRecognizer] = NUMBER_RECOGNIZERS) -> None:
         self._numbers = tuple(numbers)
 
-    def detect(self, text: str) -> list[Span]:
-        """Spans of personal data in order, none overlapping another. Linear in the length of the text."""
+    def detect(self, text: str, context: str = "") -> list[Span]:
+        """Spans of personal data in order, none overlapping another. Linear in the length of the text.
+
+        `context` is what stands before the text and may label it, for example the key of a JSON member.
+        """
+        if len(text) < _SHORTEST:
+            return []
         view = normalize(text)
-        candidates = [*self._find_numbers(view), *_find_emails(view)]
+        candidates = [*self._find_numbers(view, context), *_find_emails(view)]
         if not candidates:
             return []
         spans = []
@@ -91,24 +104,25 @@ class Detector:
             spans.append(Span(start, end, found.type, found.score))
         return spans
 
-    def _find_numbers(self, view: View) -> Iterator[_Candidate]:
+    def _find_numbers(self, view: View, context: str) -> Iterator[_Candidate]:
         text = view.text
         for match in _CHAIN_RE.finditer(text):
-            chain = _Chain(text, match.start(), match.end())
+            chain = _Chain(text, match.start(), match.end(), context)
             for recognizer in self._numbers:
                 yield from _recognize(chain, recognizer)
 
 
 def _recognize(chain: _Chain, recognizer: NumberRecognizer) -> Iterator[_Candidate]:
-    compact, ends = chain.compact, chain.group_ends
+    compact = chain.compact
     match = recognizer.shape.match
+    group_at = chain.group_at.get
     found = False
     position = 0
-    for group, group_end in enumerate(ends):
+    for group, group_end in enumerate(chain.group_ends):
         if match(compact, position):
             for length in recognizer.lengths:
-                last = bisect_left(ends, position + length, group)
-                if last == len(ends) or ends[last] != position + length:
+                last = group_at(position + length)
+                if last is None:
                     continue
                 candidate = _validated(chain, recognizer, group, last, compact[position : position + length])
                 if candidate is not None:
@@ -116,7 +130,7 @@ def _recognize(chain: _Chain, recognizer: NumberRecognizer) -> Iterator[_Candida
                     yield candidate
                     break
         position = group_end
-    if not found and chain.labelled(recognizer):
+    if not found:
         candidate = _labelled(chain, recognizer)
         if candidate is not None:
             yield candidate
@@ -136,7 +150,7 @@ def _validated(
             start -= 1
         if prefix and chain.ends[first] - chain.starts[first] == prefix:
             # A bare "86" apart from the number is a quantity more often than a country code.
-            if prefix == 2 and not plus:
+            if prefix == 2 and not plus and (first > 0 or chain.separator(first) != "-"):
                 return None
             body += 1
     labelled = first == 0 and chain.labelled(recognizer)
@@ -157,18 +171,17 @@ def _validated(
 
 def _labelled(chain: _Chain, recognizer: NumberRecognizer) -> _Candidate | None:
     """The groups at the head of a labelled chain, as many as fit the type's loose shape."""
-    first_end = chain.group_ends[0]
     fits: int | None = None
     for last, end in enumerate(chain.group_ends):
         if end > 20:
             break
-        if recognizer.labelled.fullmatch(chain.compact[:end]) and _bounded(
+        if recognizer.labelled.fullmatch(chain.compact, 0, end) and _bounded(
             chain, 0, last, chain.starts[0], True
         ):
             fits = last
-            if end == first_end:
+            if last == 0:
                 break
-    if fits is None:
+    if fits is None or not chain.labelled(recognizer):
         return None
     return _Candidate(chain.starts[0], chain.ends[fits], recognizer.type, 0.7, False, recognizer.priority)
 
@@ -196,10 +209,14 @@ def _bounded(chain: _Chain, first: int, last: int, start: int, labelled: bool) -
 def _written_so(chain: _Chain, recognizer: NumberRecognizer, first: int, last: int) -> bool:
     """Whether the groups look like one number: not like cells of a table or items of a list."""
     separator = chain.separator(first)
+    before = first > 0 and chain.separator(first - 1) == separator
+    if before and last - first >= _LONGEST_LAYOUT:
+        return False
     if any(chain.separator(group) != separator for group in range(first + 1, last)):
         return False
     sizes = tuple(chain.ends[group] - chain.starts[group] for group in range(first, last + 1))
-    before = first > 0 and chain.separator(first - 1) == separator
+    if len(sizes) == 4 and separator == "." and _is_ipv4(chain, first):
+        return False
     after = last + 1 < len(chain.ends) and chain.separator(last) == separator
     if sizes in recognizer.layouts:
         size_before = chain.ends[first - 1] - chain.starts[first - 1] if before else -1
@@ -208,6 +225,11 @@ def _written_so(chain: _Chain, recognizer: NumberRecognizer, first: int, last: i
     if before or after:
         return False
     return len(sizes) == 2 or (len(set(sizes[:-1])) == 1 and sizes[-1] <= sizes[0])
+
+
+def _is_ipv4(chain: _Chain, first: int) -> bool:
+    octets = [chain.text[chain.starts[group] : chain.ends[group]] for group in range(first, first + 4)]
+    return all(int(octet) <= 255 for octet in octets)
 
 
 def _find_emails(view: View) -> Iterator[_Candidate]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from sealmesh.gateway.pii.detector import Detector, canonical_form
@@ -17,7 +18,7 @@ from sealmesh.gateway.pii.openai_fields import (
     replace_leaves,
     request_leaves,
 )
-from sealmesh.gateway.pii.placeholders import PlaceholderBook, PlaceholderKey, RestoreTable, typed_codes
+from sealmesh.gateway.pii.placeholders import NO_PLACEHOLDERS, PlaceholderBook, PlaceholderKey, typed_codes
 from sealmesh.gateway.pii.session import PiiSession
 from sealmesh.gateway.pii.spans import Finding, PiiRefusedError, Span
 
@@ -26,7 +27,7 @@ from sealmesh.gateway.pii.spans import Finding, PiiRefusedError, Span
 class MaskedRequest:
     """A request body as the model may see it. `body` is the caller's own object when nothing was masked."""
 
-    body: dict[str, object]
+    body: dict[str, object] = dataclasses.field(repr=False)
     session: PiiSession
 
 
@@ -34,7 +35,7 @@ class MaskedRequest:
 class MaskedText:
     """A text as the model may see it."""
 
-    text: str
+    text: str = dataclasses.field(repr=False)
     session: PiiSession
 
 
@@ -43,7 +44,7 @@ class _Found:
     """Spans in one leaf, or in one token of a leaf that is serialised JSON."""
 
     leaf: Leaf
-    text: str
+    text: str = dataclasses.field(repr=False)
     spans: list[Span]
     token: JsonToken | None = None
 
@@ -98,8 +99,8 @@ class PiiFilter:
     def _mask(self, leaves: list[Leaf]) -> tuple[dict[Path, str], PiiSession]:
         found = [item for leaf in leaves for item in self._detect(leaf)]
         if not found:
-            return {}, PiiSession(RestoreTable({}), ())
-        book = PlaceholderBook(self._key, typed_codes(leaf.text for leaf in leaves))
+            return {}, PiiSession(NO_PLACEHOLDERS, ())
+        book = PlaceholderBook(self._key, typed_codes(_readings(leaves)))
         pieces: dict[Path, list[tuple[int, int, str]]] = {}
         findings: list[Finding] = []
         for item in found:
@@ -132,20 +133,30 @@ class PiiFilter:
         return replacements, PiiSession(book.table(), findings)
 
     def _detect(self, leaf: Leaf) -> list[_Found]:
-        tokens = json_tokens(leaf.text) if leaf.kind is LeafKind.JSON else None
+        detect = self._detector.detect
+        tokens = json_tokens(leaf.text, leaf.path) if leaf.kind is LeafKind.JSON else None
         if tokens is None:
-            spans = self._detector.detect(leaf.text)
+            spans = detect(leaf.text, leaf.context)
             return [_Found(leaf, leaf.text, spans)] if spans else []
         return [
             _Found(leaf, token.text, spans, token)
             for token in tokens
-            if (spans := self._detector.detect(token.text))
+            if (spans := detect(token.text, token.context))
         ]
 
     @staticmethod
     def _placeholder(book: PlaceholderBook, text: str, span: Span) -> str:
         surface = text[span.start : span.end]
         return book.placeholder(span.type, canonical_form(span.type, surface), surface)
+
+
+def _readings(leaves: list[Leaf]) -> Iterator[str]:
+    """Every text in which a look-alike of a placeholder can stand, serialised JSON decoded as well."""
+    for leaf in leaves:
+        yield leaf.text
+        if leaf.kind is LeafKind.JSON:
+            for token in json_tokens(leaf.text, leaf.path) or ():
+                yield token.text
 
 
 def _splice(text: str, edits: list[tuple[int, int, str]]) -> str:

@@ -49,11 +49,12 @@ def _one_to_one() -> dict[str, str]:
     table.update({chr(code): "-" for code in _DASHES})
     table.update({chr(code): "." for code in _DOTS})
     table.update({chr(code): chr(code - 0xFEE0) for code in _FULL_WIDTH})
+    table["\ufe6b"] = "@"
     return table
 
 
 def _char_class(codes: Iterable[int]) -> str:
-    """A regular expression class of the code points, neighbours joined to ranges."""
+    """The inside of a regular expression class of the code points, neighbours joined to ranges."""
     ordered = sorted(codes)
     parts: list[str] = []
     index = 0
@@ -63,12 +64,27 @@ def _char_class(codes: Iterable[int]) -> str:
             last += 1
         parts.append(f"\\U{ordered[index]:08x}-\\U{ordered[last]:08x}")
         index = last + 1
-    return "[" + "".join(parts) + "]"
+    return "".join(parts)
 
 
 _REPLACED = _one_to_one()
-_REPLACED_RE = re.compile(_char_class(map(ord, _REPLACED)))
+# `re` tests ranges beyond the Basic Multilingual Plane one by one, so that they are one range here.
+_BEYOND_BMP = "\\U00010000-\\U0010ffff"
+_REPLACED_RE = re.compile(
+    "[" + _char_class(code for code in map(ord, _REPLACED) if code < 0x10000) + _BEYOND_BMP + "]"
+)
 _INVISIBLE_RE = re.compile("[" + "".join(f"\\U{a:08x}-\\U{b:08x}" for a, b in _INVISIBLE) + "]+")
+
+
+_SPECIAL_RE = re.compile(
+    "["
+    + _char_class(
+        {code for code in map(ord, _REPLACED) if code < 0x10000}
+        | {code for first, last in _INVISIBLE for code in range(first, last + 1) if code < 0x10000}
+    )
+    + _BEYOND_BMP
+    + "]"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +115,9 @@ def normalize(text: str) -> View:
     """
     if text.isascii():
         return View(text, text, None)
-    plain = _REPLACED_RE.sub(lambda match: _REPLACED[match[0]], text)
+    if _SPECIAL_RE.search(text) is None:
+        return View(text, text, None)
+    plain = _REPLACED_RE.sub(lambda match: _REPLACED.get(match[0], match[0]), text)
     match = _INVISIBLE_RE.search(plain)
     if match is None:
         return View(plain, text, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
@@ -34,11 +34,16 @@ class LeafKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One string of a body and where it stands."""
+    """One string (or long number) of a body and where it stands.
+
+    The path of a key is that of its object: a key that is personal data must not end up in error messages.
+    `context` is the key beside a value, which may label it.
+    """
 
     path: Path
-    text: str
+    text: str = field(repr=False)
     kind: LeafKind
+    context: str = field(default="", repr=False)
 
 
 def json_pointer(path: Path) -> str:
@@ -68,7 +73,12 @@ _JSON_PATHS = frozenset({("function", "arguments"), ("function_call", "arguments
 _LITERAL_KEYS = frozenset({"role", "type", "guided_regex", "guided_grammar"})
 # Content that the filter cannot read.
 _OPAQUE_FIELDS = frozenset({"prompt_embeds", "prompt_token_ids"})
-_OPAQUE_PART_PREFIXES = ("image", "input_image", "audio", "input_audio", "video", "file", "input_file")
+_OPAQUE_PART_PREFIXES = (
+    *("image", "input_image", "audio", "input_audio", "video", "input_video", "file", "input_file"),
+    "prompt_embeds",
+)
+# Fewer digits are no value of any type.
+_SMALLEST_NUMBER = 10**10
 
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SCHEMA_LITERALS = frozenset(
@@ -96,7 +106,11 @@ class _Walker:
 
     def value(self, node: object, path: Path, kind: LeafKind = LeafKind.TEXT) -> Iterator[Leaf]:
         if isinstance(node, str):
-            yield Leaf(path, node, kind)
+            yield Leaf(path, node, kind, _context(path))
+        elif isinstance(node, int):
+            # Top-level numbers are settings such as `seed`; deeper ones can reach the model.
+            if len(path) > 1 and node >= _SMALLEST_NUMBER:
+                yield Leaf(path, str(node), kind, _context(path))
         elif isinstance(node, dict):
             self._check_depth(path)
             self._check_readable(node, path)
@@ -110,7 +124,7 @@ class _Walker:
                 yield from self.value(child, (*path, index), kind)
 
     def _member(self, key: str, child: object, path: Path, kind: LeafKind) -> Iterator[Leaf]:
-        yield Leaf(path, key, LeafKind.LITERAL)
+        yield Leaf(path[:-1], key, LeafKind.LITERAL)
         tail = tuple(str(part) for part in path[-2:])
         if len(path) == 1 and key in _OPAQUE_FIELDS and child is not None:
             self._refuse(path, "cannot be read by the PII filter; send text")
@@ -134,12 +148,12 @@ class _Walker:
             self._check_depth(path)
             for key, child in node.items():
                 at = (*path, key)
-                yield Leaf(at, str(key), LeafKind.LITERAL)
+                yield Leaf(path, str(key), LeafKind.LITERAL)
                 if key in _SCHEMA_LITERALS:
                     yield from self.value(child, at, LeafKind.LITERAL)
                 elif key in _SCHEMA_MAPS and isinstance(child, dict):
                     for name, schema in child.items():
-                        yield Leaf((*at, name), str(name), LeafKind.LITERAL)
+                        yield Leaf(at, str(name), LeafKind.LITERAL)
                         yield from self._schema(schema, (*at, name))
                 elif key in _SCHEMA_DATA:
                     yield from self.value(child, at)
@@ -153,11 +167,13 @@ class _Walker:
             )
 
     def _check_readable(self, node: dict[str, object], path: Path) -> None:
-        kind = node.get("type")
-        if path[:1] != ("messages",) or not isinstance(kind, str):
+        if len(path) != 4 or path[0] != "messages" or path[2] != "content":
             return
-        if kind.startswith(_OPAQUE_PART_PREFIXES):
-            self._refuse(path, f"is a part of type {kind[:32]!r}, which the PII filter cannot read")
+        kind = node.get("type")
+        opaque = isinstance(kind, str) and kind.startswith(_OPAQUE_PART_PREFIXES)
+        # The engine also takes parts without a type, told apart by their keys.
+        if opaque or any(str(key).startswith(_OPAQUE_PART_PREFIXES) for key in node):
+            self._refuse(path, "is media or a file, which the PII filter cannot read; send text")
 
     def _refuse(self, path: Path, message: str) -> None:
         if not self._allow:
@@ -193,27 +209,55 @@ def replace_leaves(body: dict[str, object], replacements: dict[Path, str]) -> di
 
 @dataclass(frozen=True, slots=True)
 class JsonToken:
-    """A string or number token in serialised JSON: its range there and the text that it stands for."""
+    """A string or number token in serialised JSON: its range there, the text that it stands for, its key."""
 
     start: int
     end: int
-    text: str
+    text: str = field(repr=False)
+    context: str = field(default="", repr=False)
 
 
-_JSON_TOKEN_RE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|-?[0-9][0-9.eE+\-]*+', re.DOTALL)
+# Group 1 is there when the token is a key.
+_JSON_TOKEN_RE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"(\s*+:)?|-?[0-9][0-9.eE+\-]*+', re.DOTALL)
 
 
-def json_tokens(text: str) -> list[JsonToken] | None:
+def json_tokens(text: str, path: Path = ()) -> list[JsonToken] | None:
     """The string tokens (keys too) and number tokens of serialised JSON, or None where it is not JSON.
 
     Works on the text, so that formatting, key order and number spelling of everything else stay as they are.
+    Raises PiiRefusedError for JSON that is nested too deeply to read; `path` is where it stands.
     """
+    if not _is_json(text, path):
+        return None
+    tokens = []
+    key = ""
+    for match in _JSON_TOKEN_RE.finditer(text):
+        start, end = match.span()
+        if text[start] != '"':
+            tokens.append(JsonToken(start, end, match[0], key))
+        elif match[1] is None:
+            tokens.append(JsonToken(start, end, json.loads(match[0]), key))
+        else:
+            # White space may stand between a key and its colon.
+            end = start + len(match[0]) - len(match[1])
+            key = json.loads(text[start:end])
+            tokens.append(JsonToken(start, end, key))
+    return tokens
+
+
+def _is_json(text: str, path: Path) -> bool:
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError:
-        return None
-    tokens = []
-    for match in _JSON_TOKEN_RE.finditer(text):
-        raw = match[0]
-        tokens.append(JsonToken(match.start(), match.end(), json.loads(raw) if raw[0] == '"' else raw))
-    return tokens
+        # The engine reads with `json`, which also takes NaN and halves of surrogate pairs.
+        try:
+            json.loads(text)
+        except RecursionError:
+            raise PiiRefusedError("FIELD_REFUSED", json_pointer(path), "is JSON nested too deeply") from None
+        except ValueError:
+            return False
+    return True
+
+
+def _context(path: Path) -> str:
+    return path[-1] if path and isinstance(path[-1], str) else ""

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sealmesh.gateway.pii.spans import PiiError
 
@@ -77,7 +77,7 @@ class Entry:
     """What a code stands for in one request."""
 
     labels: frozenset[str]
-    value: str
+    value: str = field(repr=False)
 
 
 class RestoreTable:
@@ -104,12 +104,13 @@ class RestoreTable:
         return bool(self.entries)
 
 
+NO_PLACEHOLDERS = RestoreTable({})
+
 _ANY_LABEL = tuple(fold(label) for labels in (*LABELS.values(), _OTHER_LABELS) for label in labels)
 # The code is only looked at, so that a label which is another look-alike's code is still seen.
 _LOOK_ALIKE_RE = re.compile(
     rf"(?:{'|'.join(sorted(_ANY_LABEL, key=len, reverse=True))})"
-    rf"(?=[{re.escape(SEPARATORS)}]{{1,{MAX_SEPARATORS}}}([a-z0-9]+))",
-    re.IGNORECASE | re.ASCII,
+    rf"(?=[{re.escape(SEPARATORS)}]{{1,{MAX_SEPARATORS}}}([a-z0-9]+))"
 )
 
 
@@ -118,12 +119,12 @@ def typed_codes(texts: Iterable[str]) -> set[str]:
 
     A request never assigns these, so what a person typed comes back as typed and never as someone's value.
     """
-    found: set[str] = set()
-    for text in texts:
-        folded = text.lower()
-        if any(label in folded for label in _ANY_LABEL):
-            found.update(fold(match[1]) for match in _LOOK_ALIKE_RE.finditer(text))
-    return found
+    # A line break belongs to no placeholder. Full lower-casing also turns a few other letters into ASCII ones:
+    # some codes too many, none too few.
+    folded = "\n".join(texts).lower()
+    if not any(label in folded for label in _ANY_LABEL):
+        return set()
+    return set(_LOOK_ALIKE_RE.findall(folded))
 
 
 class PlaceholderBook:

@@ -13,14 +13,46 @@ from dataclasses import dataclass, field
 
 from sealmesh.gateway.pii.checksums import gb11643_check, luhn_check, plausible_birth_date
 
+# What stands between a label and its value; sentence ends do not, they part the two.
+_FILLER = " \t\r\n:：=\"'“”‘’`*|>()（）[]【】<《「『_-#~/\\"
+_COPULAS = ("是", "为", "即", " is", " are", " was", "=")
+_NUMBER_WORDS = ("号码", "号", "no", "num", "number", "no.")
 
-def _labels(words: str) -> re.Pattern[str]:
-    """A pattern that finds one of the words at the end of a text, with the usual filler after it."""
-    filler = r"[^0-9A-Za-z\u3400-\u9fff]{0,4}"
-    number = r"(?:号码|号|[ _-]?(?:no|num|number)(?![a-z]))?"
-    return re.compile(
-        rf"(?<![A-Za-z])(?:{words}){number}{filler}(?:是|为|即|is|are|was)?{filler}\Z", re.IGNORECASE
-    )
+
+class Labels:
+    """Words that announce a value, for example "手机号：" or "id_card_no=".
+
+    Words are given in lower case; a space in one stands for a space, underscore, dash or nothing.
+    """
+
+    __slots__ = ("_ascii", "_han")
+
+    def __init__(self, *words: str) -> None:
+        spelled = {word.replace(" ", joint) for word in words for joint in (" ", "_", "-", "")}
+        self._ascii = tuple(sorted(word for word in spelled if word.isascii()))
+        self._han = tuple(sorted(word for word in spelled if not word.isascii()))
+
+    def announce(self, before: str) -> bool:
+        """Whether the text that stands right before a value ends in a label and its usual filler."""
+        tail = before.lower().rstrip(_FILLER)
+        for copula in _COPULAS:
+            if tail.endswith(copula):
+                tail = tail.removesuffix(copula).rstrip(_FILLER)
+                break
+        if self._ends(tail):
+            return True
+        for word in _NUMBER_WORDS:
+            if tail.endswith(word):
+                return self._ends(tail.removesuffix(word).rstrip(" _-"))
+        return False
+
+    def _ends(self, tail: str) -> bool:
+        if tail.endswith(self._han):
+            return True
+        # An ASCII word must begin where it seems to: "excel" does not announce a cell phone.
+        return tail.endswith(self._ascii) and any(
+            tail.endswith(word) and not tail[: -len(word)][-1:].isalpha() for word in self._ascii
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +72,7 @@ class NumberRecognizer:
     lengths: tuple[int, ...]
     valid: Callable[[str], bool]
     score: Callable[[str], float]
-    labels: re.Pattern[str]
+    labels: Labels
     labelled: re.Pattern[str]
     layouts: frozenset[tuple[int, ...]] = field(default_factory=frozenset)
     any_layout: bool = False
@@ -82,9 +114,9 @@ CN_ID = NumberRecognizer(
     lengths=(18,),
     valid=_valid_cn_id,
     score=_score_cn_id,
-    labels=_labels(
-        r"身份证(?:件)?|公民身份|证件|居民身份证|身份号|居住证|身[分份]證|"
-        r"id[ _-]?cards?|idcard|identity(?:[ _-]?cards?)?|national[ _-]?id|citizen[ _-]?id|sfz"
+    labels=Labels(
+        *("身份证", "身份证件", "公民身份", "证件", "身份号", "居住证", "身份證", "身分證"),
+        *("id card", "identity", "identity card", "national id", "citizen id", "sfz"),
     ),
     labelled=re.compile(r"[1-9](?:\d{14}|\d{15,16}[\dX]|\d{18})"),
     any_layout=True,
@@ -106,9 +138,10 @@ CN_MOBILE = NumberRecognizer(
     lengths=(15, 13, 11),
     valid=_always,
     score=_score_mobile,
-    labels=_labels(
-        r"手机|手機|电话|電話|联系方式|移动电话|来电|致电|拨打|短信|微信|"
-        r"mobile(?:[ _-]?phone)?|(?:cell)?phone|cell|tel(?:ephone)?|contact|call|sms|whatsapp"
+    labels=Labels(
+        *("手机", "手機", "电话", "電話", "联系方式", "来电", "致电", "拨打", "短信", "微信"),
+        *("mobile", "mobile phone", "phone", "cell", "cell phone", "tel", "telephone"),
+        *("contact", "call", "sms", "whatsapp"),
     ),
     labelled=re.compile(r"1\d{10}"),
     layouts=frozenset({(3, 4, 4), (4, 4, 3), (3, 8), (7, 4), (3, 3, 5), (3, 5, 3)}),
@@ -147,11 +180,12 @@ BANK_CARD = NumberRecognizer(
     lengths=(19, 18, 17, 16, 15, 14, 13),
     valid=_valid_card,
     score=_score_card,
-    labels=_labels(
-        r"银行卡|銀行卡|借记卡|储蓄卡|信用卡|贷记卡|卡号|账户|帐户|账号|帐号|收款账户|收款账号|"
-        r"(?:credit|debit|bank|payment)?[ _-]?cards?|cc|pan|iban|account|visa|mastercard|maestro|amex"
+    labels=Labels(
+        *("银行卡", "銀行卡", "借记卡", "储蓄卡", "信用卡", "贷记卡", "卡", "账户", "帐户", "账", "帐"),
+        *("card", "credit card", "debit card", "bank card", "payment card", "cc", "pan", "account"),
+        *("visa", "mastercard", "maestro", "amex"),
     ),
-    labelled=re.compile(r"[2-9]\d{11,18}"),
+    labelled=re.compile(r"\d{12,19}"),
     layouts=frozenset(
         {
             (4, 4, 4, 4),
