@@ -41,6 +41,7 @@ SERVICE_MODULES: Final[Mapping[str, str]] = {
     "worker": "sealmesh.inference",
     "gateway": "sealmesh.gateway",
 }
+LOCAL_NAME: Final = "local"
 _MAX_WORKERS: Final = 64
 _DRAIN_MARGIN_S: Final = 5.0
 _DEFAULT_DRAIN_GRACE_MS: Final = 10_000
@@ -119,11 +120,12 @@ def local_sections(state: StateFolder, mesh: MeshSettings, model: ServedModel) -
     def address(port: int) -> str:
         return f"127.0.0.1:{port + mesh.port_offset}"
 
-    def tls(identity: str) -> Table:
+    def tls(role: str, name: str = LOCAL_NAME) -> Table:
+        certificate, key = tls_files(state, role, name)
         return {
             "tls_ca": str(state.tls / "ca.pem"),
-            "tls_certificate": str(state.tls / f"{identity}.pem"),
-            "tls_key": str(state.tls / f"{identity}.key"),
+            "tls_certificate": str(certificate),
+            "tls_key": str(key),
         }
 
     shared: Table = {"trace_dir": str(state.traces)}
@@ -152,7 +154,7 @@ def local_sections(state: StateFolder, mesh: MeshSettings, model: ServedModel) -
     worker: Table = {
         "grpc_address": address(9111),
         "http_address": address(9211),
-        **tls(workers[0]),
+        **tls("worker", workers[0]),
         **shared,
         "name": workers[0],
         "model": model.name,
@@ -251,28 +253,60 @@ def merge(sections: Sections, over: Sections) -> Sections:
     return merged
 
 
-def write_mesh_config(path: Path, sections: Sections) -> None:
+def complete_sections(
+    state: StateFolder,
+    mesh: MeshSettings,
+    model: ServedModel,
+    overrides: Iterable[tuple[list[str], TomlValue]] = (),
+) -> Sections:
+    """The effective sections: local defaults < the user's config.toml < overrides.
+
+    Raises SealmeshError for an unknown key of the user's file.
+    """
+    sections = merge(local_sections(state, mesh, model), user_sections(state))
+    override(sections, overrides)
+    return sections
+
+
+def write_mesh_config(path: Path, mesh: MeshSettings, sections: Sections) -> None:
     """Writes `run/mesh.toml` and lets every service's settings model check its section.
 
     Raises SealmeshError, one line, for a key or value that a service would refuse.
     """
-    text = "# Written by `sealmesh up` each time: change config.toml instead.\n" + dump_toml(sections)
+    own: Table = mesh.model_dump(mode="json", exclude_none=True)
+    text = "# Written by `sealmesh up` each time: change config.toml instead.\n"
+    text += dump_toml({"mesh": own, **sections})
     path.write_text(text, encoding="utf-8")
     path.chmod(0o600)
     for section in sections:
         resolve_settings(settings_class(section), section, config=path, environ=os.environ)
 
 
-def read_mesh_config(path: Path) -> Sections:
-    """Raises SealmeshError when there is no such file or it is not TOML."""
+def read_mesh_config(path: Path) -> tuple[MeshSettings, Sections]:
+    """What `write_mesh_config` wrote. Raises SealmeshError when it cannot be read."""
+    if not path.exists():
+        raise configuration_error(f"{path} is not there yet: run `sealmesh up` once")
     try:
-        return typing.cast("Sections", tomllib.loads(path.read_text(encoding="utf-8")))
+        document = typing.cast("Sections", tomllib.loads(path.read_text(encoding="utf-8")))
+        mesh = MeshSettings.model_validate(document.pop("mesh", {}))
     except (OSError, ValueError) as error:
-        raise configuration_error(f"cannot read {path}: {error}; run `sealmesh up`") from error
+        raise configuration_error(f"cannot read {path}: {error}; run `sealmesh up` again") from error
+    return mesh, document
 
 
 def worker_name(index: int) -> str:
     return f"worker-{index}"
+
+
+def identities(mesh: MeshSettings) -> list[tuple[str, str]]:
+    """Role and name of every certificate that the mesh and its operator need."""
+    workers = [("worker", worker_name(index)) for index in range(mesh.workers)]
+    return [(role, LOCAL_NAME) for role in ("vault", "kvstore", "gateway", "operator")] + workers
+
+
+def tls_files(state: StateFolder, role: str, name: str) -> tuple[Path, Path]:
+    """Certificate and key of an identity, as security.tls.LocalAuthority names them."""
+    return state.tls / f"{role}-{name}.pem", state.tls / f"{role}-{name}.key"
 
 
 def listen_addresses(mesh: MeshSettings, sections: Sections) -> dict[str, str]:
@@ -318,8 +352,8 @@ def _spec(
     command = [sys.executable, "-m", SERVICE_MODULES[section], "--config", str(state.mesh_config)]
     if index > 0:
         command += ["--name", name, "--grpc-address", address, "--http-address", http_address]
-        command += ["--tls-certificate", str(state.tls / f"{name}.pem")]
-        command += ["--tls-key", str(state.tls / f"{name}.key")]
+        certificate, key = tls_files(state, "worker", name)
+        command += ["--tls-certificate", str(certificate), "--tls-key", str(key)]
     startup_ms = mesh.worker_startup_timeout_ms if is_worker else mesh.startup_timeout_ms
     drain_ms = table.get("drain_grace_ms", _DEFAULT_DRAIN_GRACE_MS)
     url = f"http://{reachable(http_address)}"

@@ -80,7 +80,7 @@ def test_more_workers_get_their_own_name_ports_and_certificate(state: StateFolde
     flags = plan.services[3].command
     assert flags[flags.index("--name") + 1] == "worker-2"
     assert flags[flags.index("--grpc-address") + 1] == "127.0.0.1:9213"
-    assert flags[flags.index("--tls-key") + 1].endswith("worker-2.key")
+    assert flags[flags.index("--tls-key") + 1].endswith("/worker-worker-2.key")
     assert len(set(listen_addresses(mesh, sections).values())) == 10
 
 
