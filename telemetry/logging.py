@@ -26,7 +26,7 @@ _MAX_FIELD_CHARS: Final = 512
 _FIELDS: Final = "sealmesh_fields"
 
 # Errors whose text is ours or the operating system's.
-_SPEAKABLE: Final = (SealmeshError, OSError, ImportError, NotImplementedError)
+_SPEAKABLE: Final = (SealmeshError, OSError, ImportError)
 
 
 class StructuredLogger:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar, cast
@@ -58,7 +57,9 @@ def open_channel(
         max_message_bytes: largest message, each way.
         load_balanced: spread calls over every address of the target, only over healthy ones.
 
-    A stream that is left before its end must be cancelled: see `cancelled_on_exit`.
+    A stream that is left before its end must be cancelled: see `cancelled_on_exit`. grpc.aio may report
+    INTERNAL in place of the server's status when a server ends a call while requests still stream to it
+    (grpc/grpc#36066, open with grpcio 1.85); sync channels do not.
     """
     options = channel_options(
         expected_role=expected_role, max_message_bytes=max_message_bytes, load_balanced=load_balanced
@@ -212,25 +213,16 @@ class _ObservedChannel(grpc.aio.Channel):
             started = invoke(
                 request, timeout=tightest_timeout_s(timeout), metadata=record.metadata(metadata), **options
             )
-            _on_done(started, lambda done: record.end(_aio_code(done)))
+            started.add_done_callback(lambda done: record.end(_aio_code(done)))
             return started
 
         return call
 
 
-def _on_done(call: Any, callback: Callable[[Any], None]) -> None:
-    # Registered through a weak proxy: grpc keeps (callback, call) on the call itself, and that cycle would
-    # stop an abandoned call from being cancelled as soon as its last reference goes.
-    type(call).add_done_callback(weakref.proxy(call), callback)
-
-
 def _aio_code(call: Any) -> grpc.StatusCode:
-    """The status of a finished grpc.aio call, or CANCELLED when the call was abandoned."""
-    try:
-        pending = cast("Coroutine[Any, Any, grpc.StatusCode]", call.code())
-    except ReferenceError:
-        return grpc.StatusCode.CANCELLED
+    """The status of a grpc.aio call that is done."""
     # The status is there when done callbacks run, so the coroutine ends in its first step.
+    pending = cast("Coroutine[Any, Any, grpc.StatusCode]", call.code())
     try:
         pending.send(None)
     except StopIteration as result:
@@ -273,7 +265,7 @@ class _SyncInterceptor(
             ),
             request,
         )
-        _on_done(call, lambda done: record.end(_sync_code(done)))
+        call.add_done_callback(lambda done: record.end(done.code()))
         return call
 
     # One shape serves all four kinds; the stubs type each apart.
@@ -281,13 +273,6 @@ class _SyncInterceptor(
     intercept_unary_stream = _observe  # type: ignore[assignment]
     intercept_stream_unary = _observe  # type: ignore[assignment]
     intercept_stream_stream = _observe  # type: ignore[assignment]
-
-
-def _sync_code(call: Any) -> grpc.StatusCode:
-    try:
-        return cast("grpc.StatusCode", call.code())
-    except ReferenceError:
-        return grpc.StatusCode.CANCELLED
 
 
 def _text(method: str | bytes) -> str:

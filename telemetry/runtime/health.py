@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -25,10 +26,14 @@ class Readiness:
 READY: Final = Readiness(True)
 
 _REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
+_Status: Final = health_pb2.HealthCheckResponse
 
 
 class Health:
     """Publishes readiness over grpc.health.v1 for the server ("") and each of its services.
+
+    The servicer of grpcio-health-checking keeps watches open for ever, so that a drain would always take
+    all of its grace; here a watch hears NOT_SERVING and then ends.
 
     Args:
         service_names: full names of the services.
@@ -36,14 +41,15 @@ class Health:
     """
 
     def __init__(self, service_names: Sequence[str], ready: Callable[[], Readiness]) -> None:
-        self._names = ("", *service_names)
+        self._names = frozenset(("", *service_names))
         self._ready = ready
-        self._servicer = health.aio.HealthServicer()
-        self._published: bool | None = None
         self._closed: Readiness | None = Readiness(False, "the service is starting")
+        self._published: bool | None = None
+        self._shut = False
+        self._changed = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     def readiness(self) -> Readiness:
         """Readiness as of now: what `ready` says between `open` and `shut`; a check that fails says no."""
@@ -58,21 +64,52 @@ class Health:
         """From now on `ready` decides."""
         self._closed = None
 
-    async def shut(self, reason: str) -> None:
-        """NOT_SERVING for good."""
+    def shut(self, reason: str) -> None:
+        """NOT_SERVING for good; watches end once they have said so."""
         self._closed = Readiness(False, reason)
-        await self.publish()
+        self._shut = True
+        self._wake()
 
-    async def publish(self) -> bool:
-        """Tells watchers when readiness changed; returns whether it did."""
+    def publish(self) -> bool:
+        """Tells watches when readiness changed; returns whether it did."""
         ok = self.readiness().ok
         if ok == self._published:
             return False
         self._published = ok
-        status = health_pb2.HealthCheckResponse
-        for name in self._names:
-            await self._servicer.set(name, status.SERVING if ok else status.NOT_SERVING)
+        self._wake()
         return True
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """grpc.health.v1.Health/Check."""
+        if request.service not in self._names:
+            raise SealmeshError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", f"no service {request.service} here")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """grpc.health.v1.Health/Watch."""
+        told: int | None = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != told:
+                told = status
+                yield _Status(status=status)
+            if self._shut:
+                return
+            await changed.wait()
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """grpc.health.v1.Health/List."""
+        statuses = {name: _Status(status=self._status(name)) for name in self._names}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    def _status(self, service: str) -> int:
+        if service not in self._names:
+            return int(_Status.SERVICE_UNKNOWN)
+        return int(_Status.SERVING if self.readiness().ok else _Status.NOT_SERVING)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:

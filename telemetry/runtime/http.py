@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+import grpc
 import uvicorn
 from sealmesh.telemetry.metrics import Metrics
+from sealmesh.telemetry.runtime.errors import SealmeshError
 from sealmesh.telemetry.runtime.health import Readiness
 
 __all__ = ["AsgiApp", "HttpOptions", "HttpServer", "Receive", "Scope", "Send", "side_routes"]
@@ -85,11 +88,11 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: raw ASGI application.
-        grace_s: how long open requests may take to finish once `should_exit` is set.
+        grace_s: how long open requests may take to finish at `stop`.
         options: TLS and limits.
     """
 
-    def __init__(self, app: AsgiApp, grace_s: float, options: HttpOptions = HttpOptions()) -> None:  # noqa: B008
+    def __init__(self, app: AsgiApp, grace_s: float, options: HttpOptions) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -108,11 +111,44 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(grace_s)),
             )
         )
+        self._options = options
+        self._listening = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        """Returns when connections are accepted; takes over the socket.
+
+        Raises:
+            SealmeshError: CONFIGURATION_INVALID when the certificate or its key cannot be used.
+        """
+        try:
+            self.config.load()
+        except OSError as exc:
+            listener.close()
+            raise SealmeshError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "CONFIGURATION_INVALID",
+                f"cannot use {self._options.certificate} with {self._options.key}: {exc.strerror or exc}",
+            ) from None
+        self._task = asyncio.create_task(self.serve(sockets=[listener]), name="http")
+        listening = asyncio.create_task(self._listening.wait())
+        await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            listening.cancel()
+            await self._task
+
+    async def stop(self) -> None:
+        """Refuses new connections and waits for open requests, up to the grace."""
+        if self._task is not None:
+            self.should_exit = True
+            await self._task
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's hook: its listeners are made here."""
+        await super().startup(sockets)
+        self._listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """uvicorn's hook: signals belong to the runtime."""
         yield
-
-    async def run_on(self, listener: socket.socket) -> None:
-        """Serves until `should_exit`."""
-        await self.serve(sockets=[listener])

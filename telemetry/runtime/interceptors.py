@@ -47,15 +47,17 @@ _Behaviour: TypeAlias = Callable[[Any, Context], Any]
 Admission = Literal["starting", "serving", "draining"]
 
 # Probes and tools of any peer that got through the handshake may ask whether and what a server serves.
-HEALTH_AND_REFLECTION: Final = frozenset(
+_REFLECTION: Final = frozenset(
     {
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/List",
-        "/grpc.health.v1.Health/Watch",
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
 )
+HEALTH_AND_REFLECTION: Final = _REFLECTION | {
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/List",
+    "/grpc.health.v1.Health/Watch",
+}
 
 
 _DRAINING: Final[tuple[grpc.StatusCode, Reason, str]] = (
@@ -124,7 +126,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         self._telemetry = telemetry
         self._authorize = authorize
-        self._endless_methods = frozenset(endless) | HEALTH_AND_REFLECTION - {"/grpc.health.v1.Health/Check"}
+        self._endless_methods = frozenset(endless) | _REFLECTION
         self._endless: set[asyncio.Task[Any]] = set()
         self._ended: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self._wrapped: dict[str, tuple[_Handler, _Handler]] = {}
@@ -203,6 +205,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             outcome.code = _code_of(context)
             outcome.reason = reason_of(outcome.code)
             raise
+        except NotImplementedError:
+            # How the generated base class answers for an RPC that the servicer leaves to it.
+            await _fail(context, _not_served(method.full), outcome)
         except Exception as exc:  # noqa: BLE001  # the boundary: whatever it was, the caller gets a status
             error = _meaning(exc)
             if error is None:
@@ -288,6 +293,14 @@ async def _fail(context: Context, error: SealmeshError, outcome: _Outcome) -> No
     outcome.code, outcome.reason = error.code, error.reason
     status = error.to_status()
     await context.abort(error.code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
+
+
+def _not_served(full: str) -> SealmeshError:
+    return SealmeshError(
+        grpc.StatusCode.UNIMPLEMENTED,
+        "UNKNOWN_METHOD",
+        f"this release does not serve {full.lstrip('/')}",
+    )
 
 
 def _unknown_method(full: str) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:

@@ -66,7 +66,7 @@ class ServerSpec:
     components: Sequence[Component] = ()
     ready: Callable[[], Readiness] = _always_ready
     http_app: AsgiApp | None = None
-    http_options: HttpOptions = HttpOptions()
+    http_options: HttpOptions = field(default_factory=HttpOptions)
     endless: Collection[str] = field(default_factory=frozenset)
     watch: Callable[[], Awaitable[None]] | None = None
     reuse_port: bool = False
@@ -106,7 +106,6 @@ class ServiceServer:
         self._components = contextlib.AsyncExitStack()
         self._grpc: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
-        self._http_task: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.grpc_address = ""
         self.http_address = ""
@@ -140,7 +139,7 @@ class ServiceServer:
             self._interceptor.admission = "serving"
             self._health.open()
             self.was_open = True
-            await self._publish()
+            self._publish()
             self._watcher = asyncio.create_task(self._watch_readiness(), name="readiness")
         except BaseException:
             await self.close()
@@ -152,8 +151,8 @@ class ServiceServer:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
-        # Watchers learn of it before their streams are ended, and clients go elsewhere.
-        await self._health.shut("the service is shutting down")
+        # First, so that clients with a health watch go elsewhere before anything ends.
+        self._health.shut("the service is shutting down")
         self._interceptor.end_endless_calls()
         try:
             await asyncio.gather(self._stop_grpc(grace_s), self._stop_http())
@@ -172,7 +171,7 @@ class ServiceServer:
         self.http_address = _name(listener)
         app = side_routes(spec.telemetry.metrics, self._health.readiness, spec.http_app)
         self._http = HttpServer(app, settings.drain_grace_ms / 1000, spec.http_options)
-        self._http_task = asyncio.create_task(self._http.run_on(listener), name="http")
+        await self._http.start(listener)
 
         # gRPC reports a taken port in several lines of its own log: find out first.
         _bind(settings.grpc_address, "grpc_address", reuse_port=spec.reuse_port).close()
@@ -193,7 +192,7 @@ class ServiceServer:
         host, _ = _split(settings.grpc_address, "grpc_address")
         self.grpc_address = _join(host, port)
         self._grpc = server
-        await self._health.publish()
+        self._health.publish()
         await server.start()
 
     async def _stop_grpc(self, grace_s: float) -> None:
@@ -201,17 +200,16 @@ class ServiceServer:
             await self._grpc.stop(grace_s)
 
     async def _stop_http(self) -> None:
-        if self._http is not None and self._http_task is not None:
-            self._http.should_exit = True
-            await self._http_task
+        if self._http is not None:
+            await self._http.stop()
 
     async def _watch_readiness(self) -> None:
         while True:
             await asyncio.sleep(_READINESS_INTERVAL_S)
-            await self._publish()
+            self._publish()
 
-    async def _publish(self) -> None:
-        if await self._health.publish():
+    def _publish(self) -> None:
+        if self._health.publish():
             state = self._health.readiness()
             if state.ok:
                 self._log.info("ready", grpc=self.grpc_address, http=self.http_address)

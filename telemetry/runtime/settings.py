@@ -55,23 +55,34 @@ class ServiceSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    grpc_address: str = Field("127.0.0.1:0", description="host:port of the gRPC server")
-    http_address: str = Field("127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics")
-    tls_ca: Path | None = Field(None, description="PEM file of the authority that peers are checked against")
-    tls_certificate: Path | None = Field(None, description="PEM file of this service's certificate")
-    tls_key: Path | None = Field(None, description="PEM file of this service's private key")
-    log_level: LogLevel = Field("info", description="least severe level that is logged")
-    log_format: LogFormat = Field("text", description="text for people, json for machines")
-    otlp_endpoint: str = Field(
-        "", pattern=r"^$|^https?://", description="http(s)://host:port of an OTLP gRPC collector; empty: none"
+    grpc_address: str = Field(default="127.0.0.1:0", description="host:port of the gRPC server")
+    http_address: str = Field(
+        default="127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics"
     )
-    trace_dir: Path | None = Field(None, description="folder for local traces (bounded JSON lines)")
-    trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="share of new traces that are recorded")
+    tls_ca: Path | None = Field(
+        default=None, description="PEM file of the authority that peers are checked against"
+    )
+    tls_certificate: Path | None = Field(default=None, description="PEM file of this service's certificate")
+    tls_key: Path | None = Field(default=None, description="PEM file of this service's private key")
+    log_level: LogLevel = Field(default="info", description="least severe level that is logged")
+    log_format: LogFormat = Field(default="text", description="text for people, json for machines")
+    otlp_endpoint: str = Field(
+        default="",
+        pattern=r"^$|^https?://",
+        description="http(s)://host:port of an OTLP gRPC collector; empty: none",
+    )
+    trace_dir: Path | None = Field(default=None, description="folder for local traces (bounded JSON lines)")
+    trace_sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="share of new traces that are recorded"
+    )
     drain_grace_ms: int = Field(
-        10_000, ge=0, le=600_000, description="how long running calls may take to finish at shutdown"
+        default=10_000, ge=0, le=600_000, description="how long running calls may take to finish at shutdown"
     )
     max_message_bytes: int = Field(
-        64 * 1024 * 1024, ge=64 * 1024, le=1024 * 1024 * 1024, description="largest gRPC message, each way"
+        default=64 * 1024 * 1024,
+        ge=64 * 1024,
+        le=1024 * 1024 * 1024,
+        description="largest gRPC message, each way",
     )
 
     @model_validator(mode="after")
