@@ -103,7 +103,8 @@ class Restorer:
             position += 1
         if position == size:
             return stop, at, ""
-        if label not in table.labels:
+        main = table.label_of.get(label)
+        if main is None:
             return _NO, at, ""
 
         separated = _skip(buffer, position, self._separators, MAX_SEPARATORS)
@@ -114,13 +115,13 @@ class Restorer:
         position = separated
 
         code = ""
-        while position < size and (label, longer := code + fold(buffer[position])) in table.viable:
+        while position < size and (main, longer := code + fold(buffer[position])) in table.viable:
             code = longer
             position += 1
         entry = table.entries.get(code)
         if position == size and not last:
             return _PARTIAL, at, ""
-        if entry is None or label not in entry.labels:
+        if entry is None or entry.label != main:
             return _NO, at, ""
         if position < size and _word(buffer[position]):
             return _NO, at, ""
