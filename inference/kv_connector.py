@@ -21,12 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
-
 from sealmesh.inference.kv_adapter import (
     EngineTraits,
     check_hashing,
@@ -49,6 +43,11 @@ from sealmesh.telemetry.logging import StructuredLogger
 from sealmesh.telemetry.metrics import Metrics
 from sealmesh.telemetry.telemetry import Telemetry
 from sealmesh.telemetry.tracing import Tracing
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

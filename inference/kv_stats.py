@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-
 from sealmesh.inference.kv_counters import Count
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 
 class KVStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types for strict use

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
 from sealmesh.inference.kv_blocks import encode_parts, sm3
 
 Array: TypeAlias = npt.NDArray[np.generic]

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-
 from sealmesh.inference.kv_blocks import HEADER_BYTES, BlockMismatchError, open_value, write_header
 from sealmesh.inference.kv_client import KVStoreClient, OutgoingBlock
 from sealmesh.inference.kv_counters import Count, KVCounters
@@ -144,7 +143,7 @@ class KVWorker:
         done = 0
         try:
             done = self._fetch(plan)
-        except Exception:  # a lost load must still release the request
+        except Exception:  # noqa: BLE001 - a lost load must still release the request
             _log.exception("loading KV blocks failed; they are computed")
         finally:
             failed = [block.block_id for block in plan.blocks[done:]]
@@ -228,7 +227,7 @@ class KVWorker:
                 batch = self._next_batch()
             try:
                 self._store(batch)
-            except Exception:  # saving is optional; the loop must live
+            except Exception:  # noqa: BLE001 - saving is optional; the loop must live
                 _log.exception("saving KV blocks failed; they are dropped")
                 self._counters.add(Count.DROPPED_BLOCKS, len(batch))
             with self._queued:
@@ -254,7 +253,7 @@ class KVWorker:
             missing = batch[present:]
             blocks: list[OutgoingBlock] = []
             for item in missing:
-                write_header(memoryview(item.value), item.key, self._digest)
+                write_header(item.value.data, item.key, self._digest)
                 blocks.append(
                     OutgoingBlock(item.key, item.value, item.parent_key, replace=item.key in replaced)
                 )

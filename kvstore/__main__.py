@@ -4,7 +4,6 @@ import asyncio
 import sys
 
 import grpc.aio
-
 from sealmesh.kvstore.backend import Backend
 from sealmesh.kvstore.metrics import KVStoreMetrics
 from sealmesh.kvstore.service import KVStoreService

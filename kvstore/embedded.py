@@ -21,7 +21,6 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
-
 from sealmesh.kvstore.store import StoreUnavailableError
 from sealmesh.telemetry.logging import StructuredLogger
 
@@ -31,10 +30,14 @@ _LOG_TAIL_BYTES = 4096
 _DAMAGE_MARKS = (
     "Bad file format",
     "Unexpected end of file",
+    "Unrecoverable error",
     "Short read or OOM",
     "Wrong signature",
-    "checksum",
+    "Wrong RDB checksum",
+    "Unknown RDB encoding",
     "Can't handle RDB format",
+    "Internal error in RDB reading",
+    "rdb file reading failure",
 )
 _DATA_NAMES = ("appendonly.aof", "appendonlydir", "dump.rdb")
 
@@ -104,6 +107,7 @@ class EmbeddedRedis:
         self._keeper: asyncio.Task[None] | None = None
         self._lock_fd = -1
         self._socket: Path | None = None
+        self._crashed = False
         self._runtime_dir: Path | None = None
 
     @property
@@ -186,7 +190,7 @@ class EmbeddedRedis:
         try:
             await self._launch()
         except StoreUnavailableError as error:
-            if not any(mark in str(error) for mark in _DAMAGE_MARKS):
+            if not (self._crashed or any(mark in error.message for mark in _DAMAGE_MARKS)):
                 raise
             aside = self._set_data_aside()
             self._logger.warning(
@@ -237,7 +241,9 @@ class EmbeddedRedis:
             "aof-use-rdb-preamble": "yes",
             "aof-load-truncated": "yes",
             "stop-writes-on-bgsave-error": "no",
-            "save": "900 1",
+            # The append-only file begins with a snapshot in RDB form after each rewrite, and is what is
+            # loaded; a second snapshot would only make every stop write all data once more.
+            "save": "",
             "databases": "1",
         }
         return [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -259,6 +265,8 @@ class EmbeddedRedis:
                     )
                 await asyncio.wait({exited}, timeout=0.1 if loading else 0.01)
                 if exited.done():
+                    # Damaged data can make the loader crash instead of complain.
+                    self._crashed = -exited.result() in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
                     raise StoreUnavailableError(
                         f"the embedded Redis ({self._server}) exited with {exited.result()}: "
                         f"{_last_line(log)}"

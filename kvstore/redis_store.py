@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -14,7 +14,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-
 from sealmesh.kvstore.metrics import KVStoreMetrics
 from sealmesh.kvstore.store import PutOutcome, StoreStats, StoreUnavailableError
 from sealmesh.telemetry.attributes import Attribute, AttributeValue
@@ -143,7 +142,9 @@ class RedisStore:
                 for start in range(0, len(backwards), _TOUCH_CHUNK):
                     await self._redis.touch(*backwards[start : start + _TOUCH_CHUNK])
 
-    async def read(self, namespace: str, keys: Sequence[bytes]) -> AsyncIterator[tuple[int, bytes | None]]:
+    async def read(
+        self, namespace: str, keys: Sequence[bytes]
+    ) -> AsyncGenerator[tuple[int, bytes | None], None]:
         names = [_name(namespace, key) for key in keys]
         start, batch = 0, _FIRST_READ_BATCH
         ahead: asyncio.Task[list[bytes | None]] | None = None

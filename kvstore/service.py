@@ -1,12 +1,12 @@
 """KVStoreService over a Store: bounded messages, pieces of at most 1 MiB, one error model."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
-
 from sealmesh.kvstore.metrics import KVStoreMetrics
 from sealmesh.kvstore.store import KEY_BYTES, PutOutcome, Store, check_keys, check_namespace
 from sealmesh.protos.kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -77,19 +77,13 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
     ) -> AsyncIterator[kvstore_pb2.GetBlocksResponse]:
         check_namespace(request.namespace)
         check_keys(request.keys)
-        async for index, value in self._store.read(request.namespace, request.keys):
-            self._metrics.read(None if value is None else len(value))
-            if value is None:
-                yield kvstore_pb2.GetBlocksResponse(index=index, missing=True, last=True)
-                continue
-            # Each yield waits until the transport has taken the message: a slow reader slows the reads.
-            for start in range(0, max(len(value), 1), PIECE_BYTES):
-                yield kvstore_pb2.GetBlocksResponse(
-                    index=index,
-                    data=value[start : start + PIECE_BYTES],
-                    size_bytes=len(value) if start == 0 else 0,
-                    last=start + PIECE_BYTES >= len(value),
-                )
+        async with contextlib.aclosing(self._store.read(request.namespace, request.keys)) as blocks:
+            async for index, value in blocks:
+                self._metrics.read(None if value is None else len(value))
+                # Each yield waits until the transport has taken the message: a slow reader slows the
+                # reads from Redis.
+                for piece in _cut(index, value):
+                    yield piece
 
     async def PutBlocks(
         self,
@@ -190,6 +184,19 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
             miss_count=self._metrics.miss_count,
             evicted_count=stats.evicted_count,
             backend=stats.backend,
+        )
+
+
+def _cut(index: int, value: bytes | None) -> Iterator[kvstore_pb2.GetBlocksResponse]:
+    if value is None:
+        yield kvstore_pb2.GetBlocksResponse(index=index, missing=True, last=True)
+        return
+    for start in range(0, max(len(value), 1), PIECE_BYTES):
+        yield kvstore_pb2.GetBlocksResponse(
+            index=index,
+            data=value[start : start + PIECE_BYTES],
+            size_bytes=len(value) if start == 0 else 0,
+            last=start + PIECE_BYTES >= len(value),
         )
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from pydantic import Field
-
 from sealmesh.telemetry.runtime.settings import ServiceSettings
 
 

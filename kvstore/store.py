@@ -1,13 +1,12 @@
 """What the service needs from a block store, and the rules for namespaces and keys."""
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import grpc
-
 from sealmesh.telemetry.runtime.errors import SealmeshError
 
 #: Bytes of a block key.
@@ -61,7 +60,7 @@ class Store(Protocol):
     async def count_prefix(self, namespace: str, keys: Sequence[bytes]) -> int:
         """How many leading keys are present; marks them as used."""
 
-    def read(self, namespace: str, keys: Sequence[bytes]) -> AsyncIterator[tuple[int, bytes | None]]:
+    def read(self, namespace: str, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, bytes | None], None]:
         """Yields (position, value or None when gone) in the order of the keys."""
 
     async def put(self, namespace: str, key: bytes, value: bytes, *, replace: bool = False) -> PutOutcome:
