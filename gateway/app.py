@@ -153,7 +153,7 @@ class GatewayApp:
             await route.fail(exchange, error, error.http_status)
         elif not exchange.completed:
             # Too late for a status. Without its last chunk the response cannot be taken for a whole one.
-            raise _BrokenOffError(error.reason)
+            raise _BrokenOffError(error.reason) from None
 
 
 class _BrokenOffError(Exception):

@@ -28,10 +28,14 @@ from sealmesh.telemetry.metrics import BoundedLabel
 from sealmesh.telemetry.runtime.errors import SealmeshError
 from sealmesh.telemetry.telemetry import Telemetry
 
-__all__ = ["Answer", "Caller", "Pipeline"]
+__all__ = ["GRACE_S", "Answer", "Caller", "Pipeline"]
 
+# How much longer than its deadline a request may take to write its last bytes, in seconds.
+GRACE_S: Final = 1.0
 _ATTEMPTS: Final = 2
 _RETRYABLE: Final = frozenset({"MODEL_NOT_READY", "OVERLOADED", "ENGINE_FAILED", "DEPENDENCY_UNAVAILABLE"})
+_PEER_GONE: Final = frozenset({"DEPENDENCY_UNAVAILABLE", "CANCELLED"})
+_REFUSED_US: Final = frozenset({"CREDENTIAL_INVALID", "ROLE_DENIED"})
 _ERROR_EVENT: Final = b'{"error"'
 
 
@@ -153,10 +157,19 @@ class Answer:
             elif event == "finish":
                 self._ended = True
                 self.usage = message.finish.usage
+                await self._settle()
                 self._ready = self._masked.flush()
                 self._pipeline.meter(self._model, self.usage)
             else:
                 raise _broken("with an unexpected message")
+
+    async def _settle(self) -> None:
+        """Read the status behind the finish, so that the RPC ends as complete and not as cancelled."""
+        try:
+            await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            # The answer is whole; how the worker tidied up is its own business.
+            self._pipeline.note_untidy_end(error.code())
 
     @property
     def failed(self) -> bool:
@@ -176,8 +189,16 @@ class Answer:
 
     def _translate(self, error: grpc.aio.AioRpcError) -> SealmeshError:
         meant = SealmeshError.from_rpc_error(error)
-        if meant.reason == "DEPENDENCY_UNAVAILABLE":
-            # The channel failed, not the worker's code: the process is gone or out of reach.
+        if meant.reason in _REFUSED_US:
+            # It is the gateway that was refused. The caller's own credential is good: no 401 or 403.
+            self._pipeline.note_refused_by_worker(self.worker, meant)
+            return SealmeshError(
+                grpc.StatusCode.UNAVAILABLE,
+                "DEPENDENCY_UNAVAILABLE",
+                "the worker does not accept this gateway; tell the operator",
+            )
+        if meant.reason in _PEER_GONE:
+            # The channel failed, or a server that stopped cancelled the call: nobody is there to say more.
             if self._sequence:
                 return SealmeshError(
                     grpc.StatusCode.UNAVAILABLE,
@@ -280,6 +301,19 @@ class Pipeline:
                 raise
             else:
                 return answer
+
+    def note_untidy_end(self, code: grpc.StatusCode) -> None:
+        """Log that a worker's RPC failed after its answer was complete."""
+        self._log.debug("worker failed after its finish", code=code.name)
+
+    def note_refused_by_worker(self, worker: Worker, error: SealmeshError) -> None:
+        """Log that a worker refused the gateway itself."""
+        self._log.error(
+            "worker refuses this gateway: check tls_certificate and the worker's role rules",
+            worker=worker.address,
+            reason=error.reason,
+            cause=error.message,
+        )
 
     def meter(self, model: str, usage: types_pb2.Usage) -> None:
         """Count the tokens of one answer."""

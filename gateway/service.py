@@ -319,9 +319,13 @@ def _page_token(name: str) -> str:
 
 def _page_start(token: str) -> str:
     try:
-        return base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)).decode()
+        name = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)).decode()
     except (binascii.Error, ValueError):
-        raise invalid("page_token is not one that this service gave", "page_token") from None
+        name = ""
+    # The decoder skips what is not base64: only a token that comes out the same again is one of ours.
+    if _page_token(name) != token:
+        raise invalid("page_token is not one that this service gave", "page_token")
+    return name
 
 
 class RpcAuthorizer:

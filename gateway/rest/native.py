@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as _error_details  # noqa: F401
 from sealmesh.gateway.access.identity import Authenticator
 from sealmesh.gateway.http import JSON, DisconnectGuard, Exchange
-from sealmesh.gateway.pipeline import Caller, deadline_exceeded
+from sealmesh.gateway.pipeline import GRACE_S, Caller, deadline_exceeded
 from sealmesh.gateway.rest.openai import retry_headers
 from sealmesh.gateway.rest.transcode import Encoding, Match, NoMatch, Transcoder, full_method
 from sealmesh.gateway.settings import GatewaySettings
@@ -75,7 +75,7 @@ class RestFront:
         caller = Caller(principal, exchange.request_id, time.monotonic() + self._timeout_s)
         async with DisconnectGuard(exchange):
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._timeout_s + GRACE_S):
                     if match.route.unary is not None:
                         response = await match.route.unary(request, caller)
                         await exchange.respond(200, JSON, match.encode(response, encoding))

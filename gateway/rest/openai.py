@@ -17,7 +17,7 @@ import orjson
 from sealmesh.gateway.access.identity import Authenticator, Principal
 from sealmesh.gateway.fields import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS
 from sealmesh.gateway.http import JSON, DisconnectGuard, Exchange, parse_object
-from sealmesh.gateway.pipeline import Answer, Caller, Pipeline, deadline_exceeded
+from sealmesh.gateway.pipeline import GRACE_S, Answer, Caller, Pipeline, deadline_exceeded
 from sealmesh.gateway.routing.pool import ServedModel, WorkerPool
 from sealmesh.gateway.settings import GatewaySettings
 from sealmesh.telemetry.runtime.errors import SealmeshError
@@ -111,9 +111,9 @@ class OpenAIFront:
         caller = Caller(principal, exchange.request_id, time.monotonic() + self._timeout_s)
         async with DisconnectGuard(exchange):
             try:
-                # The RPC has the same deadline; this one also bounds a caller that does not read.
+                # The RPC's own deadline comes first; this one bounds a caller that does not read.
                 async with (
-                    asyncio.timeout(self._timeout_s),
+                    asyncio.timeout(self._timeout_s + GRACE_S),
                     await self._pipeline.infer(path, body, caller) as answer,
                 ):
                     if answer.streamed:

@@ -159,13 +159,17 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.ServeOpenAIResponse]:
         """Run the script."""
         self.requests.append(request)
-        self.metadata.append({key: value for key, value in context.invocation_metadata() or ()})
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        ended = False
+        # The caller's cancellation reaches a handler that waits as CancelledError, one that writes not at all.
+        context.add_done_callback(lambda _: None if ended else self.cancelled.set())
         self.started.set()
         try:
             async for message in self.script(request, context):
                 yield message
-        except asyncio.CancelledError:
-            self.cancelled.set()
+            ended = True
+        except Exception:
+            ended = True
             raise
 
     async def GetModelInfo(
