@@ -18,9 +18,11 @@ endif
 help: ## Print this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-up: ## Set everything up and run the mesh in the foreground; Ctrl-C stops it
+# In the clone, where `sealmesh` finds it again; sealmesh would otherwise start one in the home folder.
+up: export SEALMESH_STATE ?= $(CURDIR)/.sealmesh
+up: ## Set everything up and run the mesh; Ctrl-C stops it (ARGS=... for sealmesh up)
 	@$(bootstrap)
-	@exec $(BIN)/sealmesh up
+	@exec $(BIN)/sealmesh up $(ARGS)
 
 dev: ## Set up the environment with the test and lint tools
 	@$(bootstrap) --dev

@@ -87,14 +87,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 when stale")
-    if not parser.parse_args().check:
-        generate(TARGET)
-        return 0
-    with tempfile.TemporaryDirectory() as tmp:
-        fresh = Path(tmp) / "gen"
-        generate(fresh)
-        if TARGET.is_dir() and _same(fresh, TARGET):
+    check = parser.parse_args().check
+    try:
+        if not check:
+            generate(TARGET)
             return 0
+        with tempfile.TemporaryDirectory() as tmp:
+            fresh = Path(tmp) / "gen"
+            generate(fresh)
+            if TARGET.is_dir() and _same(fresh, TARGET):
+                return 0
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
     print("protos/gen is stale: run `python protos/generate.py` and commit the result", file=sys.stderr)
     return 1
 

@@ -65,6 +65,19 @@ def run_buf(arguments: list[str]) -> int:
     return subprocess.run(command, check=False, cwd=HERE).returncode
 
 
+def check(baseline: Path) -> list[str]:
+    """Lint, then compare with the baseline. Returns the names of what failed. Raises RuntimeError."""
+    if not baseline.is_file():
+        raise RuntimeError(f"{baseline} is missing: run `python protos/lint.py --write-baseline`")
+    with tempfile.TemporaryDirectory() as tmp:
+        image = Path(tmp) / "image.binpb"
+        build_image(image, source_info=True)
+        failed = ["lint"] if run_buf(["lint", str(image)]) else []
+        if run_buf(["breaking", str(image), "--against", str(baseline.resolve())]):
+            failed.append("breaking")
+    return failed
+
+
 def main() -> int:
     """Entry point. Exit codes: 0 clean, 1 findings or an error."""
     parser = argparse.ArgumentParser(
@@ -75,26 +88,17 @@ def main() -> int:
     )
     parser.add_argument("--baseline", type=Path, default=BASELINE, help="compare with this image")
     arguments = parser.parse_args()
-    if arguments.write_baseline:
-        files = write_baseline(arguments.baseline)
-        print(f"{arguments.baseline.name}: {files} files, {arguments.baseline.stat().st_size} bytes")
-        return 0
-    with tempfile.TemporaryDirectory() as tmp:
-        image = Path(tmp) / "image.binpb"
-        build_image(image, source_info=True)
-        failed = [name for name, code in (("lint", run_buf(["lint", str(image)])),) if code]
-        if not arguments.baseline.is_file():
-            print(
-                f"{arguments.baseline} is missing: run `python protos/lint.py --write-baseline`",
-                file=sys.stderr,
-            )
-            return 1
-        if run_buf(["breaking", str(image), "--against", str(arguments.baseline.resolve())]):
-            failed.append("breaking")
-            print(
-                "A contract changed incompatibly: keep the old field or RPC, or use a new package version.",
-                file=sys.stderr,
-            )
+    try:
+        if arguments.write_baseline:
+            files = write_baseline(arguments.baseline)
+            print(f"{arguments.baseline.name}: {files} files, {arguments.baseline.stat().st_size} bytes")
+            return 0
+        failed = check(arguments.baseline)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if "breaking" in failed:
+        print("keep the old field or RPC, or make a new version of the package", file=sys.stderr)
     if failed:
         print(f"buf {' and '.join(failed)} failed", file=sys.stderr)
     return 1 if failed else 0

@@ -117,7 +117,8 @@ def find_python(version: tuple[int, ...], environ: Mapping[str, str]) -> str | N
         return None
     for minor in range(NEWEST[1], OLDEST[1] - 1, -1):
         other = shutil.which(f"python3.{minor}", path=environ.get("PATH"))
-        if other is not None:
+        # pyenv puts names on the PATH that lead to no Python.
+        if other is not None and _succeeds([other, "-c", "import sys"]):
             return other
     raise BootstrapError(
         f"Python {_dotted(version)} will not do: sealmesh runs on {_dotted(OLDEST)} to {_dotted(NEWEST)}",
@@ -133,7 +134,7 @@ def check_platform(system: str, machine: str, device: str) -> None:
         "Windows: use WSL 2" if system == "Windows" else "use a Linux machine, virtual machine or container"
     )
     raise BootstrapError(
-        f"the {device} engine has no packages for {system} on {machine}, only for Linux on x86_64 and aarch64",
+        f"the {device} engine has no packages for {system} {machine}, only for Linux on x86_64 and aarch64",
         where,
     )
 
@@ -299,17 +300,15 @@ def run_pip(venv: Path, arguments: Sequence[str], progress: Progress, total: int
     seen, current, tail = 0, "starting", [""]
     already = len(installed(venv))
     installing = False
-    with (
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=child_environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as pip,
-        selectors.DefaultSelector() as selector,
-    ):
+    pip = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=child_environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    with pip, selectors.DefaultSelector() as selector:
         assert pip.stdout is not None
         selector.register(pip.stdout, selectors.EVENT_READ)
         pending = b""
@@ -355,6 +354,11 @@ def explain(failure: str) -> BootstrapError:
             "check the network and pip's settings (pip config list), then run the same command again",
         )
     missing = re.search(r"No matching distribution found for (\S+)", failure)
+    if missing and "from versions: none" in failure:
+        return BootstrapError(
+            f"the package index has no {missing[1]} at all, or cannot be reached",
+            "check the network and pip's settings (pip config list), then run the same command again",
+        )
     if missing:
         return BootstrapError(
             f"the package index has no {missing[1]} for this Python and machine",
@@ -372,7 +376,7 @@ def make_venv(venv: Path, progress: Progress) -> None:
     if venv.exists() and not (venv / "pyvenv.cfg").is_file() and any(venv.iterdir()):
         raise BootstrapError(f"{venv} is not a virtual environment", "move it away, or remove it")
     python = venv / "bin/python"
-    usable = "import sys, pip; sys.exit(not (%r <= sys.version_info[:2] <= %r))" % (OLDEST, NEWEST)  # noqa: UP031
+    usable = f"import sys, pip; sys.exit(not ({OLDEST} <= sys.version_info[:2] <= {NEWEST}))"
     if python.exists() and _succeeds([str(python), "-c", usable]):
         progress.done("kept")
         return
