@@ -50,19 +50,24 @@ class Trace:
         return max(span.end_ns for span in self.spans)
 
     def walk(self) -> Iterator[tuple[int, SpanRecord]]:
-        """Depth and span, parents before children, siblings by start; spans whose parent is missing (still
-        open, lost, or in the caller's own system) stand at depth 0.
+        """Depth and span, parents before children, siblings by start; each span once.
+
+        Spans whose parent is missing (still open, lost, or in the caller's own system) stand at depth 0.
         """
         children: dict[str, list[SpanRecord]] = defaultdict(list)
         known = {span.span_id for span in self.spans}
         for span in self.spans:
-            inside = span.parent_span_id in known and span.parent_span_id != span.span_id
-            children[span.parent_span_id if inside else ""].append(span)
-        waiting = [(0, span) for span in reversed(children[""])]
-        while waiting:
-            depth, span = waiting.pop()
-            yield depth, span
-            waiting.extend((depth + 1, child) for child in reversed(children[span.span_id]))
+            children[span.parent_span_id if span.parent_span_id in known else ""].append(span)
+        seen: set[str] = set()
+        # After the roots all spans: what is left then lies on a loop, which only a broken writer makes.
+        for root in (*children[""], *self.spans):
+            waiting = [(0, root)]
+            while waiting:
+                depth, span = waiting.pop()
+                if span.span_id not in seen:
+                    seen.add(span.span_id)
+                    yield depth, span
+                    waiting.extend((depth + 1, child) for child in reversed(children[span.span_id]))
 
     def edges(self) -> frozenset[tuple[str, str]]:
         """Pairs (caller, callee) of services between which this trace passed."""

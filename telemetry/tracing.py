@@ -122,10 +122,37 @@ class JsonLinesExporter(SpanExporter):
             # A file may vanish between the listing and here: other processes prune too.
             with contextlib.suppress(FileNotFoundError):
                 files.append((path.stat().st_mtime, path))
-        files.sort()
-        for _, path in files[: max(0, len(files) - self._max_files + 1)]:
-            if not _owner_alive(path):
-                path.unlink(missing_ok=True)
+        excess = max(0, len(files) - self._max_files + 1)
+        leftovers = [path for _, path in sorted(files) if not _owner_alive(path)]
+        for path in leftovers[:excess]:
+            path.unlink(missing_ok=True)
+
+
+class _Collector(SpanExporter):
+    """An OTLP collector that may be away: says so once, not once a batch."""
+
+    def __init__(self, endpoint: str) -> None:
+        # Imported on demand: it costs 100 ms and most processes on one machine do not need it.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+        self._endpoint = endpoint
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+        self._away = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        away = result is not SpanExportResult.SUCCESS
+        if away and not self._away:
+            _log.warning("spans are dropped: the collector at %s does not take them", self._endpoint)
+        self._away = away
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
 
 
 class Tracing:
@@ -153,7 +180,13 @@ class Tracing:
             span_limits=SpanLimits(max_span_attribute_length=MAX_VALUE_CHARS),
             shutdown_on_exit=False,
         )
-        for exporter in _exporters(service, otlp_endpoint, trace_dir):
+        # The local one first: it is also the first to be flushed at the end.
+        self._exporters: list[SpanExporter] = []
+        if trace_dir is not None:
+            self._exporters.append(JsonLinesExporter(trace_dir, service))
+        if otlp_endpoint:
+            self._exporters.append(_Collector(otlp_endpoint))
+        for exporter in self._exporters:
             self._provider.add_span_processor(
                 BatchSpanProcessor(
                     exporter,
@@ -194,9 +227,19 @@ class Tracing:
         """Exports what is queued; False when that took longer than `timeout_ms`. Blocks."""
         return self._provider.force_flush(timeout_ms)
 
-    def close(self) -> None:
-        """Exports what is queued and stops. Blocks up to a few seconds when a collector is away."""
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Exports what is queued and stops. Blocks, for about `timeout_s` when a collector is away."""
+        # The SDK retries each queued batch for seconds, whatever the timeout of its shutdown; an exporter
+        # that is shut down gives up at once.
+        give_up = threading.Timer(timeout_s, self._give_up)
+        give_up.daemon = True
+        give_up.start()
         self._provider.shutdown()
+        give_up.cancel()
+
+    def _give_up(self) -> None:
+        for exporter in self._exporters:
+            exporter.shutdown()
 
 
 def extract_context(carrier: Mapping[str, str]) -> Context:
@@ -225,16 +268,6 @@ def current_trace_id() -> str:
     """Trace id of the current span as 32 hex characters, empty when there is none."""
     span = trace.get_current_span().get_span_context()
     return trace.format_trace_id(span.trace_id) if span.is_valid else ""
-
-
-def _exporters(service: str, otlp_endpoint: str, trace_dir: Path | None) -> Iterator[SpanExporter]:
-    if otlp_endpoint:
-        # Imported on demand: it costs 100 ms and most processes on one machine do not need it.
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-        yield OTLPSpanExporter(endpoint=otlp_endpoint, timeout=_EXPORT_TIMEOUT_S)
-    if trace_dir is not None:
-        yield JsonLinesExporter(trace_dir, service)
 
 
 def _owner_alive(path: Path) -> bool:
