@@ -1,91 +1,24 @@
-"""Finds personal data: one linear scan for candidates, then validation, then the resolution of overlaps."""
+"""Finds personal data: normalise, scan for candidates, validate, resolve overlaps."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from sealmesh.gateway.pii.normalize import View, normalize
-from sealmesh.gateway.pii.recognizers import EMAIL_PRIORITY, NUMBER_RECOGNIZERS, NumberRecognizer, email_at
+from sealmesh.gateway.pii.candidates import Candidate, Scanner, resolve
+from sealmesh.gateway.pii.digits import NumberScanner
+from sealmesh.gateway.pii.mailboxes import MailboxScanner
+from sealmesh.gateway.pii.normalize import normalize
 from sealmesh.gateway.pii.spans import Span
 
-# Eleven digits or more, up to three separators between two of them. Possessive, so it never backtracks.
-_CHAIN_RE = re.compile(r"[0-9](?:[ \t.\-_\r\n]{0,3}+[0-9]){10,}+(?:[ .\-]?[Xx](?![A-Za-z0-9]))?")
-_GROUP_RE = re.compile(r"[0-9]+|[Xx]")
-# A label and its filler lie within this many characters before the value.
-_LABEL_REACH = 32
 # Characters of the shortest value of any type, "a@b.cn".
 _SHORTEST = 6
-# Groups in the longest layout of any recognizer; more than that only stand alone.
-_LONGEST_LAYOUT = 5
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    start: int
-    end: int
-    type: str
-    score: float
-    valid: bool
-    priority: int
-
-    def rank(self) -> tuple[bool, int, int, int]:
-        """Sorts the better candidate first: validated, then longer, then by priority, then from the left."""
-        return (not self.valid, self.start - self.end, -self.priority, self.start)
-
-
-class _Chain:
-    """Digit groups with separators between them, for example "6222 0228 8382 7007"."""
-
-    __slots__ = ("_labelled", "compact", "context", "ends", "group_at", "group_ends", "starts", "text")
-
-    def __init__(self, text: str, start: int, end: int, context: str = "") -> None:
-        self.text = text
-        self.context = context
-        groups = [match.span() for match in _GROUP_RE.finditer(text, start, end)]
-        if len(groups) > 1 and text[groups[-1][0]] in "Xx" and groups[-1][0] == groups[-2][1]:
-            groups[-2:] = [(groups[-2][0], groups[-1][1])]
-        self.starts = [group[0] for group in groups]
-        self.ends = [group[1] for group in groups]
-        self.compact = "".join([text[a:b] for a, b in groups]).upper()
-        # group_ends[i]: digits in the groups up to and including i.
-        total = 0
-        self.group_ends: list[int] = []
-        for a, b in groups:
-            total += b - a
-            self.group_ends.append(total)
-        self.group_at = {end: group for group, end in enumerate(self.group_ends)}
-        self._labelled: dict[str, bool] = {}
-
-    def labelled(self, recognizer: NumberRecognizer) -> bool:
-        """Whether a label of the type stands right before the chain."""
-        known = self._labelled.get(recognizer.type)
-        if known is None:
-            start = self.starts[0]
-            if start and self.text[start - 1] == "+":
-                start -= 1
-            before = self.text[max(0, start - _LABEL_REACH) : start]
-            if self.context and start < _LABEL_REACH:
-                before = f"{self.context[-_LABEL_REACH:]}:{before}"
-            known = recognizer.labels.announce(before)
-            self._labelled[recognizer.type] = known
-        return known
-
-    def separator(self, group: int) -> str:
-        """What stands between a group and the next."""
-        return self.text[self.ends[group] : self.starts[group + 1]]
-
-
-def _ascii_alnum(char: str) -> bool:
-    return char.isascii() and char.isalnum()
 
 
 class Detector:
-    """Detects the types of its recognizers. Holds no state of a call; safe to share between threads."""
+    """Detects what its scanners know. Holds no state of a call; safe to share between threads."""
 
-    def __init__(self, numbers: Sequence[NumberRecognizer] = NUMBER_RECOGNIZERS) -> None:
-        self._numbers = tuple(numbers)
+    def __init__(self, scanners: Sequence[Scanner] | None = None) -> None:
+        self._scanners = tuple(scanners) if scanners is not None else (NumberScanner(), MailboxScanner())
 
     def detect(self, text: str, context: str = "") -> list[Span]:
         """Spans of personal data in order, none overlapping another. Linear in the length of the text.
@@ -95,195 +28,13 @@ class Detector:
         if len(text) < _SHORTEST:
             return []
         view = normalize(text)
-        candidates = [*self._find_numbers(view, context), *_find_emails(view)]
+        candidates: list[Candidate] = []
+        for scanner in self._scanners:
+            candidates += scanner.scan(view, context)
         if not candidates:
             return []
         spans = []
-        for found in _resolve(candidates):
+        for found in resolve(candidates):
             start, end = view.to_source(found.start, found.end)
             spans.append(Span(start, end, found.type, found.score))
         return spans
-
-    def _find_numbers(self, view: View, context: str) -> Iterator[_Candidate]:
-        text = view.text
-        for match in _CHAIN_RE.finditer(text):
-            chain = _Chain(text, match.start(), match.end(), context)
-            for recognizer in self._numbers:
-                yield from _recognize(chain, recognizer)
-
-
-def _recognize(chain: _Chain, recognizer: NumberRecognizer) -> Iterator[_Candidate]:
-    compact = chain.compact
-    match = recognizer.shape.match
-    group_at = chain.group_at.get
-    found = False
-    position = 0
-    for group, group_end in enumerate(chain.group_ends):
-        if match(compact, position):
-            for length in recognizer.lengths:
-                last = group_at(position + length)
-                if last is None:
-                    continue
-                candidate = _validated(chain, recognizer, group, last, compact[position : position + length])
-                if candidate is not None:
-                    found = True
-                    yield candidate
-                    break
-        position = group_end
-    if not found:
-        candidate = _labelled(chain, recognizer)
-        if candidate is not None:
-            yield candidate
-
-
-def _validated(
-    chain: _Chain, recognizer: NumberRecognizer, first: int, last: int, number: str
-) -> _Candidate | None:
-    body = first
-    start = chain.starts[first]
-    if recognizer.country_code:
-        if recognizer.shape.fullmatch(number) is None:
-            return None
-        prefix = len(number) - 11
-        plus = start > 0 and chain.text[start - 1] == "+"
-        if plus and prefix:
-            start -= 1
-        if prefix and chain.ends[first] - chain.starts[first] == prefix:
-            # A bare "86" apart from the number is a quantity more often than a country code.
-            if prefix == 2 and not plus and (first > 0 or chain.separator(first) != "-"):
-                return None
-            body += 1
-    labelled = first == 0 and chain.labelled(recognizer)
-    if not _bounded(chain, first, last, start, labelled):
-        return None
-    if (
-        body != last
-        and not recognizer.any_layout
-        and not labelled
-        and not _written_so(chain, recognizer, body, last)
-    ):
-        return None
-    if not recognizer.valid(number):
-        return None
-    score = max(recognizer.score(number), 0.99) if labelled else recognizer.score(number)
-    return _Candidate(start, chain.ends[last], recognizer.type, score, True, recognizer.priority)
-
-
-def _labelled(chain: _Chain, recognizer: NumberRecognizer) -> _Candidate | None:
-    """The groups at the head of a labelled chain, as many as fit the type's loose shape."""
-    fits: int | None = None
-    for last, end in enumerate(chain.group_ends):
-        if end > 20:
-            break
-        if recognizer.labelled.fullmatch(chain.compact, 0, end) and _bounded(
-            chain, 0, last, chain.starts[0], True
-        ):
-            fits = last
-            if last == 0:
-                break
-    if fits is None or not chain.labelled(recognizer):
-        return None
-    return _Candidate(chain.starts[0], chain.ends[fits], recognizer.type, 0.7, False, recognizer.priority)
-
-
-def _bounded(chain: _Chain, first: int, last: int, start: int, labelled: bool) -> bool:
-    """Whether no ASCII letter touches the groups, and they are not the fraction of a number below one."""
-    text = chain.text
-    end = chain.ends[last]
-    if end < len(text) and _ascii_alnum(text[end]):
-        return False
-    if labelled or start == 0:
-        return True
-    if _ascii_alnum(text[start - 1]):
-        return False
-    return not (
-        first == last
-        and first > 0
-        and text[start - 1] == "."
-        and chain.ends[first - 1] == start - 1
-        and chain.starts[first - 1] == start - 2
-        and text[start - 2] == "0"
-    )
-
-
-def _written_so(chain: _Chain, recognizer: NumberRecognizer, first: int, last: int) -> bool:
-    """Whether the groups look like one number: not like cells of a table or items of a list."""
-    separator = chain.separator(first)
-    before = first > 0 and chain.separator(first - 1) == separator
-    if before and last - first >= _LONGEST_LAYOUT:
-        return False
-    if any(chain.separator(group) != separator for group in range(first + 1, last)):
-        return False
-    sizes = tuple(chain.ends[group] - chain.starts[group] for group in range(first, last + 1))
-    if len(sizes) == 4 and separator == "." and _is_ipv4(chain, first):
-        return False
-    after = last + 1 < len(chain.ends) and chain.separator(last) == separator
-    if sizes in recognizer.layouts:
-        size_before = chain.ends[first - 1] - chain.starts[first - 1] if before else -1
-        size_after = chain.ends[last + 1] - chain.starts[last + 1] if after else -1
-        return size_before != sizes[0] and size_after != sizes[-1]
-    if before or after:
-        return False
-    return len(sizes) == 2 or (len(set(sizes[:-1])) == 1 and sizes[-1] <= sizes[0])
-
-
-def _is_ipv4(chain: _Chain, first: int) -> bool:
-    octets = [chain.text[chain.starts[group] : chain.ends[group]] for group in range(first, first + 4)]
-    return all(int(octet) <= 255 for octet in octets)
-
-
-def _find_emails(view: View) -> Iterator[_Candidate]:
-    text = view.text
-    at = text.find("@")
-    while at >= 0:
-        mailbox = email_at(text, at)
-        if mailbox is not None:
-            yield _Candidate(mailbox[0], mailbox[1], "EMAIL", 0.95, True, EMAIL_PRIORITY)
-        at = text.find("@", at + 1)
-
-
-def _resolve(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Joins overlapping candidates: the best gives type and score, the union of the ranges is masked."""
-    ordered = sorted(candidates, key=lambda candidate: candidate.start)
-    resolved: list[_Candidate] = []
-    cluster = [ordered[0]]
-    end = ordered[0].end
-    for candidate in ordered[1:]:
-        if candidate.start < end:
-            cluster.append(candidate)
-            end = max(end, candidate.end)
-        else:
-            resolved.append(_merge(cluster, end))
-            cluster, end = [candidate], candidate.end
-    resolved.append(_merge(cluster, end))
-    return resolved
-
-
-def _merge(cluster: list[_Candidate], end: int) -> _Candidate:
-    best = min(cluster, key=_Candidate.rank)
-    if len(cluster) == 1:
-        return best
-    return _Candidate(cluster[0].start, end, best.type, best.score, best.valid, best.priority)
-
-
-def canonical_form(kind: str, value: str) -> str:
-    """The form in which two spellings of one value are equal: bare digits, or a lower-case mailbox."""
-    plain = normalize(value).text
-    by_type: Callable[[str], str] | None = _CANONICAL.get(kind)
-    return by_type(plain) if by_type is not None else plain.strip()
-
-
-def _bare(plain: str) -> str:
-    return re.sub(r"[^0-9A-Z]", "", plain.upper())
-
-
-def _bare_mobile(plain: str) -> str:
-    return _bare(plain)[-11:]
-
-
-_CANONICAL: dict[str, Callable[[str], str]] = {
-    "CN_ID": _bare,
-    "BANK_CARD": _bare,
-    "CN_MOBILE": _bare_mobile,
-    "EMAIL": str.lower,
-}

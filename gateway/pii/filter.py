@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from sealmesh.gateway.pii.detector import Detector, canonical_form
-from sealmesh.gateway.pii.openai_fields import (
-    JsonToken,
-    Leaf,
-    LeafKind,
-    Path,
-    json_pointer,
-    json_tokens,
-    replace_leaves,
-    request_leaves,
-)
+from sealmesh.gateway.pii.canonical import canonical_form
+from sealmesh.gateway.pii.detector import Detector
+from sealmesh.gateway.pii.json_text import JsonToken, Path, json_pointer, json_string, json_tokens
+from sealmesh.gateway.pii.openai_fields import Leaf, LeafKind, replace_leaves, request_leaves
 from sealmesh.gateway.pii.placeholders import NO_PLACEHOLDERS, PlaceholderBook, PlaceholderKey, typed_codes
 from sealmesh.gateway.pii.session import PiiSession
 from sealmesh.gateway.pii.spans import Finding, PiiRefusedError, Span
@@ -123,7 +115,7 @@ class PiiFilter:
                 masked = _splice(
                     item.text, [(s.start, s.end, self._placeholder(book, item.text, s)) for s in item.spans]
                 )
-                edits.append((item.token.start, item.token.end, json.dumps(masked, ensure_ascii=False)))
+                edits.append((item.token.start, item.token.end, json_string(masked)))
         texts = {
             leaf.path: leaf.text
             for leaf in leaves

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
 
 from sealmesh.gateway.pii.spans import PiiError
 
@@ -72,6 +74,25 @@ class PlaceholderKey:
         return "".join(chars)
 
 
+@lru_cache(maxsize=256)
+def _label_tables(mains: frozenset[str]) -> tuple[Mapping[str, str], frozenset[str], re.Pattern[str]]:
+    """What a restore table knows about labels, for the main labels that occur in a request."""
+    label_of = {
+        fold(label): fold(labels[0])
+        for labels in (*LABELS.values(), _OTHER_LABELS)
+        if fold(labels[0]) in mains
+        for label in labels
+    }
+    prefixes = frozenset(label[:n] for label in label_of for n in range(1, len(label) + 1))
+    first = {label[0] for label in label_of}
+    first |= {char.upper() for char in first}
+    return (
+        MappingProxyType(label_of),
+        prefixes,
+        re.compile(f"[{re.escape(OPENING + ''.join(sorted(first)))}]"),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What a code stands for in one request; `label` is the folded main label of its type."""
@@ -94,19 +115,9 @@ class RestoreTable:
         self.viable = frozenset(
             (entry.label, code[:n]) for code, entry in entries.items() for n in range(1, len(code) + 1)
         )
-        mains = {entry.label for entry in entries.values()}
-        self.label_of = {
-            fold(label): fold(labels[0])
-            for labels in (*LABELS.values(), _OTHER_LABELS)
-            if fold(labels[0]) in mains
-            for label in labels
-        }
-        self.label_prefixes = frozenset(
-            label[:n] for label in self.label_of for n in range(1, len(label) + 1)
+        self.label_of, self.label_prefixes, self.start = _label_tables(
+            frozenset(entry.label for entry in entries.values())
         )
-        first = {label[0] for label in self.label_of}
-        first |= {char.upper() for char in first}
-        self.start = re.compile("[" + re.escape(OPENING + "".join(sorted(first))) + "]")
 
     def __bool__(self) -> bool:
         return bool(self.entries)

@@ -1,7 +1,7 @@
 """The recognizers, as data: what each type looks like, how it is validated, which labels announce it.
 
 Sources: GB 11643-1999 (citizen numbers), the numbering plan of the MIIT (mobiles), ISO/IEC 7812 and the
-public BIN ranges of the card schemes, RFC 5321 (mailboxes). ASCII boundaries are explicit everywhere: `\\b`
+public BIN ranges of the card schemes. ASCII boundaries are explicit everywhere: `\\b`
 counts Han characters as word characters and so misses a number that touches Chinese text.
 """
 
@@ -201,34 +201,3 @@ BANK_CARD = NumberRecognizer(
 )
 
 NUMBER_RECOGNIZERS: tuple[NumberRecognizer, ...] = (CN_ID, BANK_CARD, CN_MOBILE)
-
-EMAIL_PRIORITY = 10
-# Image and style files whose names look like mailboxes ("icon@2x.png").
-_FILE_SUFFIXES = frozenset(
-    {"png", "jpg", "jpeg", "gif", "svg", "webp", "ico", "css", "js", "ts", "json", "html"}
-)
-_DOMAIN = re.compile(
-    r"(?:[A-Za-z0-9](?:[A-Za-z0-9\-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9])", re.ASCII
-)
-_LOCAL_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._%+-")
-_MAX_LOCAL = 64
-_MAX_DOMAIN = 253
-
-
-def email_at(text: str, at: int) -> tuple[int, int] | None:
-    """The mailbox around the "@" at index `at`, or None. Looks at a bounded stretch on either side."""
-    start = at
-    floor = max(0, at - _MAX_LOCAL)
-    while start > floor and (text[start - 1] in _LOCAL_CHARS):
-        start -= 1
-    while start < at and text[start] in ".%+-":
-        start += 1
-    if start == at or text[at - 1] == ".":
-        return None
-    domain = _DOMAIN.match(text, at + 1, at + 1 + _MAX_DOMAIN)
-    if domain is None:
-        return None
-    suffix = domain[0].rpartition(".")[2].lower()
-    if suffix in _FILE_SUFFIXES:
-        return None
-    return start, domain.end()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+from sealmesh.gateway.pii.json_text import json_string
 from sealmesh.gateway.pii.placeholders import (
     CLOSING,
     MAX_PADDING,
@@ -76,7 +75,7 @@ class Restorer:
                 return "".join(out)
             if verdict == _MATCH:
                 out.append(buffer[done:at])
-                out.append(json.dumps(value, ensure_ascii=False)[1:-1] if self._json_escaped else value)
+                out.append(json_string(value)[1:-1] if self._json_escaped else value)
                 done = position = end
             else:
                 position = at + 1

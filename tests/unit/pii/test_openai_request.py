@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sealmesh.gateway.pii import Detector, PiiFilter, PiiRefusedError, Span
-from sealmesh.gateway.pii.openai_fields import json_tokens, request_leaves
+from sealmesh.gateway.pii.json_text import json_tokens
+from sealmesh.gateway.pii.openai_fields import request_leaves
 
 _KEY = bytes(range(32))
 _PHONE, _EMAIL, _ID = "13800138000", "li.wei@example.com", "11010519491231002X"
@@ -232,6 +233,15 @@ def test_escapes_in_arguments_do_not_hide_a_value() -> None:
     escaped = "".join(f"\\u{ord(char):04x}" for char in _PHONE)
     masked = json.loads(_arguments(_mask(_assistant_call(f'{{"to": "{escaped}", "bad": "\\ud800"}}'))))
     assert masked["to"].startswith("[PHONE_")
+
+
+def test_half_a_surrogate_pair_stays_an_escape() -> None:
+    """As a bare code point it would make the body impossible to send as UTF-8."""
+    raw = f'{{"to": "\\ud800 {_PHONE}"}}'
+    masked = PiiFilter(_KEY, 1).mask_openai_request(_assistant_call(raw))
+    text = _arguments(masked.body)
+    assert text.encode()
+    assert masked.session.restore_text(text, json_escaped=True) == raw
 
 
 def test_a_key_labels_its_value() -> None:
