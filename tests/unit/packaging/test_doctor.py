@@ -258,8 +258,9 @@ def test_settings_that_are_refused_are_one_line_and_hide_nothing_else(state: Sta
 
 
 def test_memory_that_does_not_suffice(state: StateFolder) -> None:
-    state.user_config.write_text('[worker]\nmodel = "m"\nkv_cache_gib = 65536\n')
-    check = one(doctor_mesh.MeshView.of(state).check_memory())
+    view = doctor_mesh.MeshView.of(state)
+    view.sections["worker"]["kv_cache_gib"] = 65536
+    check = one(view.check_memory())
     assert check.status == "fail"
     assert "65536" in check.detail
 
