@@ -6,7 +6,7 @@ Channels are made on first use, so that a process that forks before it never sha
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -122,7 +122,7 @@ class KVStoreClient:
 
     def read(
         self, namespace: str, keys: Sequence[bytes], buffer: Bytes
-    ) -> Iterator[tuple[int, memoryview | None]]:
+    ) -> Generator[tuple[int, memoryview | None], None, None]:
         """Yields (position, value or None when gone) in order; ends early when the store fails.
 
         Args:

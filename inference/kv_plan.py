@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 #: Namespace of requests that came without a tenant.
 LOCAL_NAMESPACE = "local/1"
 _HANDLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Handles of the gateway are hex; these are ours.
+_RESERVED = ("local", "probe")
 _MAX_EPOCH = 1 << 63
 _MAX_TRACEPARENT = 128
 
@@ -69,7 +71,7 @@ def parse_tenant(params: Mapping[str, object] | None) -> tuple[str, str] | None:
         return None
     handle, epoch = entry.get("handle"), entry.get("epoch")
     traceparent = entry.get("traceparent", "")
-    if not (isinstance(handle, str) and _HANDLE.fullmatch(handle)):
+    if not (isinstance(handle, str) and _HANDLE.fullmatch(handle)) or handle in _RESERVED:
         return None
     if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch < _MAX_EPOCH:
         return None
