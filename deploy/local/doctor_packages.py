@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from sealmesh.deploy.local.doctor_check import Check, fail, ok, warn
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
-OLDEST_GLIBC = Version("2.28")
+OLDEST_GLIBC = Version("2.31")
 ENGINE_RELEASES = ("0.23", "0.32")
 """vLLM releases that the loader and the connector are tested with."""
 
@@ -70,7 +70,7 @@ def check_python(version: tuple[int, ...], prefix: str, where: str, libc: tuple[
         found = f"{name or 'another C library'} {release}".strip()
         yield fail(
             f"Python {dotted} with {found}",
-            f"the engine's packages need glibc {OLDEST_GLIBC} or newer (Debian 10, Ubuntu 18.10, RHEL 8)",
+            f"the engine's packages need glibc {OLDEST_GLIBC} or newer (Debian 11, Ubuntu 20.04, RHEL 9)",
         )
         return
     yield ok(f"Python {dotted} in {prefix}, {where}, {' '.join(libc)}".rstrip())

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 OLDEST, NEWEST = (3, 11), (3, 14)
+OLDEST_GLIBC = (2, 31)
 MACHINES = ("x86_64", "aarch64")
 ROOT = Path(__file__).resolve().parents[2]
 PINS = ROOT / "deploy/packaging/requirements"
@@ -126,17 +127,22 @@ def find_python(version: tuple[int, ...], environ: Mapping[str, str]) -> str | N
     )
 
 
-def check_platform(system: str, machine: str, device: str) -> None:
-    """Raise BootstrapError where the engine has no packages."""
-    if system == "Linux" and machine in MACHINES:
-        return
-    where = (
-        "Windows: use WSL 2" if system == "Windows" else "use a Linux machine, virtual machine or container"
-    )
-    raise BootstrapError(
-        f"the {device} engine has no packages for {system} {machine}, only for Linux on x86_64 and aarch64",
-        where,
-    )
+def check_platform(system: str, machine: str, libc: tuple[str, str], device: str) -> None:
+    """Raise BootstrapError where the engine has no packages. ``libc``: as `platform.libc_ver()` says."""
+    if system != "Linux" or machine not in MACHINES:
+        where = "use WSL 2" if system == "Windows" else "use a Linux machine, virtual machine or container"
+        raise BootstrapError(
+            f"the {device} engine has no packages for {system} {machine}, only for Linux on x86_64 and aarch64",
+            where,
+        )
+    name, release = libc
+    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    if name != "glibc" or numbers < OLDEST_GLIBC:
+        raise BootstrapError(
+            f"the engine's packages need glibc {_dotted(OLDEST_GLIBC)} or newer, and this is"
+            f" {' '.join(libc).strip() or 'another C library'}",
+            "use Debian 11, Ubuntu 20.04, RHEL 9 or newer, or a container of one",
+        )
 
 
 def check_modules() -> None:
@@ -542,7 +548,7 @@ def run(argv: Sequence[str]) -> int:
         os.execv(other, [other, __file__, *argv])
     device, why = detect_device(environ)
     profile = PROFILES[device]
-    check_platform(platform.system(), platform.machine(), device)
+    check_platform(platform.system(), platform.machine(), platform.libc_ver(), device)
     venv = Path(os.path.abspath(arguments.venv))  # noqa: PTH100  a link stays what it is
     wanted = digest(profile, arguments.dev)
     if is_current(venv, wanted, arguments.dev):

@@ -38,6 +38,7 @@ SHORT_MARKERS = (
     "platform_machine == 'x86_64'",
     "platform_machine == 'aarch64'",
     "python_full_version < '3.11.3'",
+    "platform_machine == 'x86_64' and python_version < '3.13'",
     *(f"python_version {sign} '3.{minor}'" for minor in (12, 13, 14) for sign in ("<", ">=")),
 )
 

@@ -106,7 +106,14 @@ def test_no_fitting_python_is_one_clear_line(tmp_path: Path) -> None:
 )
 def test_an_unsupported_platform_is_refused(system: str, machine: str) -> None:
     with pytest.raises(bootstrap.BootstrapError, match=f"{system} {machine}"):
-        bootstrap.check_platform(system, machine, "cpu")
+        bootstrap.check_platform(system, machine, ("glibc", "2.36"), "cpu")
+
+
+@pytest.mark.parametrize("libc", [("glibc", "2.28"), ("", ""), ("musl", "1.2")])
+def test_a_c_library_that_the_wheels_are_not_built_for_is_refused(libc: tuple[str, str]) -> None:
+    bootstrap.check_platform("Linux", "aarch64", ("glibc", "2.31"), "cpu")
+    with pytest.raises(bootstrap.BootstrapError, match=r"need glibc 2\.31 or newer"):
+        bootstrap.check_platform("Linux", "x86_64", libc, "cpu")
 
 
 def test_a_full_disk_is_refused(tmp_path: Path) -> None:
