@@ -7,14 +7,21 @@ import sys
 import uvloop
 from sealmesh.gateway.gateway import Gateway
 from sealmesh.gateway.settings import GatewaySettings
+from sealmesh.telemetry.runtime.errors import SealmeshError
 from sealmesh.telemetry.runtime.server import serve
-from sealmesh.telemetry.runtime.settings import load_settings
+from sealmesh.telemetry.runtime.settings import EXIT_USAGE, load_settings
 from sealmesh.telemetry.telemetry import Telemetry
 
 
 async def _run(settings: GatewaySettings) -> int:
     telemetry = Telemetry.build("gateway", settings)
-    return await serve(Gateway(settings, telemetry).spec())
+    try:
+        spec = Gateway(settings, telemetry).spec()
+    except SealmeshError as error:
+        telemetry.log.error(error.message, reason=error.reason)  # noqa: TRY400  # one line, no traceback
+        await telemetry.close()
+        return EXIT_USAGE
+    return await serve(spec)
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import grpc
 from sealmesh.gateway.access.identity import Authenticator
-from sealmesh.gateway.access.tenants import SecretFileError, TenantDeriver, read_secret_file
 from sealmesh.gateway.app import GatewayApp
 from sealmesh.gateway.http import new_request_id
 from sealmesh.gateway.pipeline import Caller, Pipeline
@@ -42,9 +41,6 @@ class Gateway:
         settings: see GatewaySettings.
         telemetry: of this process.
         privacy: PII filter; default: the real one with the settings' deadline.
-
-    Raises:
-        SealmeshError: CONFIGURATION_INVALID when a secret or TLS file cannot be used.
     """
 
     def __init__(
@@ -53,7 +49,7 @@ class Gateway:
         self._settings = settings
         self._telemetry = telemetry
         self._tls = TlsFiles.from_settings(settings)
-        self.authenticator = Authenticator(settings.access_keys_file, _deriver(settings), telemetry.log)
+        self.authenticator = Authenticator(settings.access_keys_file, settings.secret_file, telemetry.log)
         self.privacy = privacy or PrivacyFilter(telemetry, timeout_s=settings.pii_timeout_ms / 1000)
         self.pool = WorkerPool(
             settings.workers,
@@ -65,7 +61,11 @@ class Gateway:
         self._methods = GatewayMethods(self._pipeline, self.pool)
 
     def spec(self) -> ServerSpec:
-        """What the runtime needs to serve this gateway."""
+        """What the runtime needs to serve this gateway.
+
+        Raises:
+            SealmeshError: CONFIGURATION_INVALID when a TLS file of the front cannot be used.
+        """
         settings = self._settings
         rest = RestFront(self._transcoder(), OPERATIONS, self.authenticator, settings)
         openai = OpenAIFront(self._pipeline, self.pool, self.authenticator, settings)
@@ -123,13 +123,6 @@ class Gateway:
         return Transcoder.of([SERVICE], unary, stream)
 
 
-def _deriver(settings: GatewaySettings) -> TenantDeriver:
-    try:
-        return TenantDeriver(read_secret_file(settings.secret_file))
-    except SecretFileError as error:
-        raise _configuration(f"secret_file: {error}") from None
-
-
 def _front_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | None:
     certificate, key = settings.front_tls_certificate, settings.front_tls_key
     if certificate is None or key is None:
@@ -139,10 +132,8 @@ def _front_credentials(settings: GatewaySettings) -> grpc.ServerCredentials | No
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
         return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(certificate).read_bytes())])
     except (OSError, ssl.SSLError) as error:
-        raise _configuration(
-            f"front_tls_certificate {certificate} and front_tls_key {key}: {error.strerror or error}"
+        raise SealmeshError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "CONFIGURATION_INVALID",
+            f"front_tls_certificate {certificate} and front_tls_key {key}: {error.strerror or error}",
         ) from None
-
-
-def _configuration(message: str) -> SealmeshError:
-    return SealmeshError(grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION_INVALID", message)

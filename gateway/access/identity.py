@@ -11,7 +11,7 @@ from typing import Final
 
 import grpc
 from sealmesh.gateway.access.keys import ApiKey, KeyFileError, KeySet, read_key_file
-from sealmesh.gateway.access.tenants import TenantDeriver
+from sealmesh.gateway.access.tenants import SecretFileError, TenantDeriver, read_secret_file
 from sealmesh.protos.common.v1 import types_pb2
 from sealmesh.telemetry.logging import StructuredLogger
 from sealmesh.telemetry.runtime.errors import SealmeshError
@@ -60,19 +60,27 @@ class Authenticator:
 
     A key that is removed from the file stops working within half a second. While the file is missing or
     broken nobody is let in.
+
+    Args:
+        path: the key file.
+        secret_file: the gateway's secret, read once at the start.
+        log: where changes of the file are noted.
+        monotonic: clock that paces the look at the file, in seconds.
+        now: clock that expiry is measured by.
     """
 
     def __init__(
         self,
         path: Path,
-        deriver: TenantDeriver,
+        secret_file: Path,
         log: StructuredLogger,
         *,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._path = path
-        self._deriver = deriver
+        self._secret_file = secret_file
+        self._deriver: TenantDeriver | None = None
         self._log = log
         self._monotonic = monotonic
         self._now = now
@@ -82,13 +90,14 @@ class Authenticator:
         self._next_check = 0.0
 
     async def start(self) -> None:
-        """Read the file; raises SealmeshError CONFIGURATION_INVALID."""
+        """Read both files; raises SealmeshError CONFIGURATION_INVALID."""
         try:
+            self._deriver = TenantDeriver(read_secret_file(self._secret_file))
             self._load(self._stat())
+        except SecretFileError as error:
+            raise _misconfigured(f"secret_file: {error}") from None
         except KeyFileError as error:
-            raise SealmeshError(
-                grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION_INVALID", f"access_keys_file: {error}"
-            ) from None
+            raise _misconfigured(f"access_keys_file: {error}") from None
 
     async def close(self) -> None:
         """Forget the keys."""
@@ -102,7 +111,7 @@ class Authenticator:
             SealmeshError: CREDENTIAL_INVALID, or DEPENDENCY_UNAVAILABLE while the key file is unusable.
         """
         self._follow_file()
-        if self._key_set is None:
+        if self._key_set is None or self._deriver is None:
             raise SealmeshError(
                 grpc.StatusCode.UNAVAILABLE,
                 "DEPENDENCY_UNAVAILABLE",
@@ -117,9 +126,9 @@ class Authenticator:
         key = self._key_set.find(presented.strip(), self._now())
         if key is None:
             raise _refused("the API key is not known, was revoked or has expired")
-        return self._principal(key, self._key_set.epoch(key.tenant))
+        return self._principal(key, self._key_set.epoch(key.tenant), self._deriver)
 
-    def _principal(self, key: ApiKey, epoch: int) -> Principal:
+    def _principal(self, key: ApiKey, epoch: int, deriver: TenantDeriver) -> Principal:
         known = self._principals.get(key.prefix)
         if known is not None and known[0] is key:
             return known[1]
@@ -127,8 +136,8 @@ class Authenticator:
             key_prefix=key.prefix,
             tenant=key.tenant,
             role=key.role,
-            context=self._deriver.context(key.tenant, epoch),
-            pii_key=self._deriver.pii_key(key.tenant, epoch),
+            context=deriver.context(key.tenant, epoch),
+            pii_key=deriver.pii_key(key.tenant, epoch),
         )
         self._principals[key.prefix] = (key, principal)
         return principal
@@ -162,6 +171,10 @@ class Authenticator:
         self._key_set = read_key_file(self._path)
         self._principals.clear()
         self._stamp = stamp
+
+
+def _misconfigured(message: str) -> SealmeshError:
+    return SealmeshError(grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION_INVALID", message)
 
 
 def _refused(message: str) -> SealmeshError:

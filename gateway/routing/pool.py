@@ -153,9 +153,9 @@ class WorkerPool:
         """Whether at least one worker can answer."""
         return any(worker.ready for worker in self._workers)
 
-    async def wait_ready(self) -> None:
-        """Return once at least one worker can answer."""
-        while not self.ready:
+    async def wait_ready(self, at_least: int = 1) -> None:
+        """Return once so many workers can answer."""
+        while sum(worker.ready for worker in self._workers) < at_least:
             self._changed.clear()
             await self._changed.wait()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 import pytest_asyncio
+
 from tests.support.gateway import RunningGateway, run_gateway
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -29,7 +30,7 @@ async def mesh(
 
 
 @pytest.fixture
-def worker(mesh: tuple[ScriptedWorker, RunningGateway]) -> Iterator[ScriptedWorker]:
+def worker(mesh: tuple[ScriptedWorker, RunningGateway]) -> ScriptedWorker:
     scripted = mesh[0]
     scripted.requests.clear()
     scripted.metadata.clear()
@@ -37,7 +38,7 @@ def worker(mesh: tuple[ScriptedWorker, RunningGateway]) -> Iterator[ScriptedWork
     scripted.started.clear()
     scripted.script = scripted.echo
     scripted.piece = 4
-    yield scripted
+    return scripted
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from sealmesh.protos.common.v1 import types_pb2
 from sealmesh.protos.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from sealmesh.protos.inference.v1 import inference_pb2
 from sealmesh.telemetry.runtime.errors import SealmeshError
+
 from tests.support.gateway import RunningGateway
 from tests.support.scripted_worker import Context, ScriptedWorker, error_document, event, finish, head
 
@@ -182,11 +183,10 @@ async def test_an_engine_error_is_a_status_not_data(
 
     worker.script = script
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-    received = []
+    parts = aiter(stub.GenerateText(generate(), metadata=gateway.metadata))
+    assert (await anext(parts)).text_delta == "half"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for part in stub.GenerateText(generate(), metadata=gateway.metadata):
-            received.append(part.text_delta)
-    assert received == ["half"]
+        await anext(parts)
     assert SealmeshError.from_rpc_error(caught.value).reason == "ENGINE_FAILED"
 
 
@@ -227,7 +227,10 @@ async def test_a_generic_client_by_reflection(gateway: RunningGateway) -> None:
 
 
 async def test_reflection_lists_the_service(channel: grpc.aio.Channel) -> None:
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+    from grpc_reflection.v1alpha import (
+        reflection_pb2,
+        reflection_pb2_grpc,
+    )
 
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))

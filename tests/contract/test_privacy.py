@@ -16,6 +16,7 @@ from sealmesh.gateway.settings import GatewaySettings
 from sealmesh.protos.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from sealmesh.protos.inference.v1 import inference_pb2
 from sealmesh.telemetry.telemetry import Telemetry
+
 from tests.support.gateway import RunningGateway, run_gateway
 from tests.support.scripted_worker import Context, ScriptedWorker, chat_chunk, event, finish, head
 
@@ -123,7 +124,9 @@ async def test_placeholders_are_stable_over_turns_and_differ_between_tenants(
     assert worker.requests[2].tenant.handle != worker.requests[0].tenant.handle
 
 
-async def test_an_engine_error_that_quotes_the_prompt(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_an_engine_error_that_quotes_the_prompt(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
     async def script(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
         text = orjson.loads(request.body)["messages"][0]["content"]
         yield head(400)
@@ -136,7 +139,9 @@ async def test_an_engine_error_that_quotes_the_prompt(http: httpx.AsyncClient, w
     assert reply.json()["error"]["message"] == f"bad: {TEXT}"
 
 
-async def test_where_it_cannot_be_masked_it_is_refused(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+async def test_where_it_cannot_be_masked_it_is_refused(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
     schema = {"type": "object", "properties": {"who": {"enum": [VALUES[0]]}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     reply = await http.post(CHAT, json=chat("hi") | {"tools": [tool]})
@@ -146,7 +151,9 @@ async def test_where_it_cannot_be_masked_it_is_refused(http: httpx.AsyncClient, 
     assert worker.requests == []
 
 
-async def test_rest_and_grpc(http: httpx.AsyncClient, worker: ScriptedWorker, gateway: RunningGateway) -> None:
+async def test_rest_and_grpc(
+    http: httpx.AsyncClient, worker: ScriptedWorker, gateway: RunningGateway
+) -> None:
     reply = await http.post("/api/v1/models/echo:generateText", json={"prompt": TEXT})
     lines = [json.loads(line) for line in reply.text.splitlines()]
     assert "".join(line.get("textDelta", "") for line in lines) == TEXT
@@ -216,7 +223,7 @@ class BrokenFilter(PiiFilter):
 
 
 async def test_a_broken_filter_fails_closed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    telemetry = Telemetry.build("gateway", GatewaySettings())
+    telemetry = Telemetry.build("gateway", GatewaySettings.model_validate({}))
     privacy = PrivacyFilter(telemetry, make_filter=BrokenFilter)
     async with (
         ScriptedWorker() as worker,

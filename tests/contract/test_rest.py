@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 from sealmesh.protos.inference.v1 import inference_pb2
+
 from tests.support.gateway import RunningGateway
 from tests.support.scripted_worker import Context, ScriptedWorker, chat_chunk, event, finish, head
 

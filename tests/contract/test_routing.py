@@ -14,8 +14,17 @@ import httpx
 import pytest
 from sealmesh.protos.inference.v1 import inference_pb2
 from sealmesh.security.tls import LocalAuthority, TlsFiles, server_credentials
+
 from tests.support.gateway import RunningGateway, run_gateway
-from tests.support.scripted_worker import Context, ScriptedWorker, chat_answer, chat_chunk, event, finish, head
+from tests.support.scripted_worker import (
+    Context,
+    ScriptedWorker,
+    chat_answer,
+    chat_chunk,
+    event,
+    finish,
+    head,
+)
 
 Messages = AsyncIterator[inference_pb2.ServeOpenAIResponse]
 CHAT = "/v1/chat/completions"
@@ -24,6 +33,20 @@ HELLO = {"model": "echo", "messages": [{"role": "user", "content": "hello"}]}
 
 def client(gateway: RunningGateway) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.http, headers=gateway.headers, timeout=20)
+
+
+async def until_refused(gateway: RunningGateway) -> None:
+    while True:
+        async with client(gateway) as other:
+            try:
+                await other.get("/healthz")
+            except httpx.ConnectError:
+                return
+
+
+async def all_ready(gateway: RunningGateway) -> None:
+    pool = gateway.gateway.pool
+    await asyncio.wait_for(pool.wait_ready(len(pool.workers)), 10)
 
 
 async def fail_unavailable(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
@@ -40,6 +63,7 @@ def free_port() -> int:
 
 
 async def until_status(http: httpx.AsyncClient, status: int) -> httpx.Response:
+    """Ask until the answer has that status: what a caller sees is the only sign of a change."""
     async with asyncio.timeout(15):
         while True:
             reply = await http.post(CHAT, json=HELLO)
@@ -50,7 +74,10 @@ async def until_status(http: httpx.AsyncClient, status: int) -> httpx.Response:
 
 async def test_no_worker_yet_then_one(tmp_path: Path) -> None:
     port = free_port()
-    async with run_gateway(tmp_path, [f"127.0.0.1:{port}"], wait_ready=False) as gateway, client(gateway) as http:
+    async with (
+        run_gateway(tmp_path, [f"127.0.0.1:{port}"], wait_ready=False) as gateway,
+        client(gateway) as http,
+    ):
         reply = await http.post(CHAT, json=HELLO)
         assert reply.status_code == 503
         assert reply.json()["error"]["code"] == "model_not_ready"
@@ -64,7 +91,10 @@ async def test_no_worker_yet_then_one(tmp_path: Path) -> None:
 
 async def test_worker_restarts(tmp_path: Path) -> None:
     port = free_port()
-    async with run_gateway(tmp_path, [f"127.0.0.1:{port}"], wait_ready=False) as gateway, client(gateway) as http:
+    async with (
+        run_gateway(tmp_path, [f"127.0.0.1:{port}"], wait_ready=False) as gateway,
+        client(gateway) as http,
+    ):
         async with ScriptedWorker(port=port):
             await until_status(http, 200)
         reply = await until_status(http, 503)
@@ -99,9 +129,7 @@ async def test_retry_once_on_another_worker(tmp_path: Path) -> None:
         run_gateway(tmp_path, [bad.address, good.address]) as gateway,
         client(gateway) as http,
     ):
-        async with asyncio.timeout(5):
-            while not all(worker.ready for worker in gateway.gateway.pool.workers):
-                await asyncio.sleep(0.01)
+        await all_ready(gateway)
         bad.script = fail_unavailable
         for _ in range(6):
             for stream in (False, True):
@@ -121,9 +149,7 @@ async def test_no_third_worker_and_no_retry_of_a_refusal(tmp_path: Path) -> None
         client(gateway) as http,
     ):
         workers = (one, two, three)
-        async with asyncio.timeout(5):
-            while not all(worker.ready for worker in gateway.gateway.pool.workers):
-                await asyncio.sleep(0.01)
+        await all_ready(gateway)
 
         async def fail_after_head(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
             yield head()  # gRPC itself no longer retries
@@ -179,14 +205,14 @@ async def test_least_outstanding(tmp_path: Path) -> None:
         run_gateway(tmp_path, [one.address, two.address]) as gateway,
         client(gateway) as http,
     ):
-        async with asyncio.timeout(5):
-            while not all(worker.ready for worker in gateway.gateway.pool.workers):
-                await asyncio.sleep(0.01)
+        await all_ready(gateway)
         one.script = two.script = hold
         tasks = [asyncio.create_task(http.post(CHAT, json=HELLO)) for _ in range(8)]
         async with asyncio.timeout(5):
-            while len(one.requests) + len(two.requests) < 8:
-                await asyncio.sleep(0.01)
+            for worker in (one, two):
+                while len(worker.requests) < 4:
+                    worker.started.clear()
+                    await worker.started.wait()
         assert Counter(worker.outstanding for worker in gateway.gateway.pool.workers) == {4: 2}
         release.set()
         assert {reply.status_code for reply in await asyncio.gather(*tasks)} == {200}
@@ -200,13 +226,15 @@ async def test_two_models_behind_one_door(tmp_path: Path) -> None:
         run_gateway(tmp_path, [small.address, large.address]) as gateway,
         client(gateway) as http,
     ):
-        async with asyncio.timeout(5):
-            while not all(worker.ready for worker in gateway.gateway.pool.workers):
-                await asyncio.sleep(0.01)
+        await all_ready(gateway)
         for model in ("small", "big", "large"):
             assert (await http.post(CHAT, json=HELLO | {"model": model})).status_code == 200
         assert [len(small.requests), len(large.requests)] == [1, 2]
-        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["big", "large", "small"]
+        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == [
+            "big",
+            "large",
+            "small",
+        ]
 
 
 async def test_deadline(tmp_path: Path) -> None:
@@ -255,11 +283,7 @@ async def test_shutdown_lets_a_stream_finish(tmp_path: Path) -> None:
             lines = reply.aiter_lines()
             assert "first" in await anext(lines)
             closing = asyncio.create_task(running.__aexit__(None, None, None))
-            with pytest.raises(httpx.ConnectError):
-                async with asyncio.timeout(5):
-                    while True:
-                        async with client(gateway) as other:
-                            await other.get("/healthz")
+            await asyncio.wait_for(until_refused(gateway), 5)
             more.set()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import grpc
 import orjson
@@ -72,6 +72,10 @@ def error_document(status: int, message: str) -> dict[str, object]:
     """An error as vLLM words it."""
     kind = "NotFoundError" if status == 404 else "BadRequestError"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+async def _unscripted(context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the scripted worker does not do that")
 
 
 class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
@@ -161,8 +165,13 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata() or ()))
         ended = False
-        # The caller's cancellation reaches a handler that waits as CancelledError, one that writes not at all.
-        context.add_done_callback(lambda _: None if ended else self.cancelled.set())
+
+        def done(_: Context) -> None:
+            # A handler that waits sees a cancellation as CancelledError, one that writes not at all.
+            if not ended:
+                self.cancelled.set()
+
+        context.add_done_callback(done)  # type: ignore[arg-type]  # its stub names a class no function is
         self.started.set()
         try:
             async for message in self.script(request, context):
@@ -177,6 +186,39 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetModelInfoResponse:
         """The configured facts."""
         return self.info
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Not scripted."""
+        await _unscripted(context)
+        yield inference_pb2.GenerateResponse()
+
+    async def WatchLoad(
+        self, request: inference_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.WatchLoadResponse]:
+        """Not scripted."""
+        await _unscripted(context)
+        yield inference_pb2.WatchLoadResponse()
+
+    async def ReloadModel(
+        self, request: inference_pb2.ReloadModelRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.ReloadModelResponse]:
+        """Not scripted."""
+        await _unscripted(context)
+        yield inference_pb2.ReloadModelResponse()
+
+    async def Drain(
+        self, request: inference_pb2.DrainRequest, context: Context
+    ) -> inference_pb2.DrainResponse:
+        """Not scripted."""
+        return await _unscripted(context)
+
+    async def ResetPrefixCache(
+        self, request: inference_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> inference_pb2.ResetPrefixCacheResponse:
+        """Not scripted."""
+        return await _unscripted(context)
 
     async def echo(
         self, request: inference_pb2.ServeOpenAIRequest, context: Context

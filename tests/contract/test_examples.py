@@ -1,0 +1,52 @@
+"""The examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.gateway import RunningGateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+async def run(gateway: RunningGateway, *command: str) -> str:
+    environment = os.environ | {
+        "SEALMESH_API_KEY": gateway.key,
+        "SEALMESH_URL": gateway.http,
+        "SEALMESH_GRPC": gateway.grpc,
+        "SEALMESH_MODEL": "echo",
+    }
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+@pytest.mark.parametrize("name", ["chat_openai.py", "chat_openai_stream.py", "chat_grpc.py"])
+async def test_python(gateway: RunningGateway, name: str) -> None:
+    assert "one two three" in await run(gateway, sys.executable, str(EXAMPLES / name), "one", "two", "three")
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("curl.sh", ['"What is the capital of France?"', "data: [DONE]"]),
+        ("generate_text_rest.sh", ['"textDelta"', "FINISH_REASON_LENGTH", "[PHONE_"]),
+    ],
+)
+async def test_shell(gateway: RunningGateway, name: str, texts: list[str]) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    out = await run(gateway, "sh", str(EXAMPLES / name))
+    for text in texts:
+        assert text in out
