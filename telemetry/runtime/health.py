@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
-from grpc_reflection.v1alpha import reflection, reflection_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 from sealmesh.telemetry.runtime.errors import SealmeshError
 
 __all__ = ["READY", "Health", "Readiness", "add_reflection"]

@@ -167,11 +167,12 @@ class ServiceServer:
 
     async def _listen(self) -> None:
         settings, spec = self._spec.settings, self._spec
-        listener = _bind(settings.http_address, "http_address", reuse_port=spec.reuse_port)
-        self.http_address = _name(listener)
-        app = side_routes(spec.telemetry.metrics, self._health.readiness, spec.http_app)
-        self._http = HttpServer(app, settings.drain_grace_ms / 1000, spec.http_options)
-        await self._http.start(listener)
+        if settings.http_address:
+            listener = _bind(settings.http_address, "http_address", reuse_port=spec.reuse_port)
+            self.http_address = _name(listener)
+            app = side_routes(spec.telemetry.metrics, self._health.readiness, spec.http_app)
+            self._http = HttpServer(app, settings.drain_grace_ms / 1000, spec.http_options)
+            await self._http.start(listener)
 
         # gRPC reports a taken port in several lines of its own log: find out first.
         _bind(settings.grpc_address, "grpc_address", reuse_port=spec.reuse_port).close()

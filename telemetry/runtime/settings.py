@@ -57,7 +57,7 @@ class ServiceSettings(BaseModel):
 
     grpc_address: str = Field(default="127.0.0.1:0", description="host:port of the gRPC server")
     http_address: str = Field(
-        default="127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics"
+        default="127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics; empty: none"
     )
     tls_ca: Path | None = Field(
         default=None, description="PEM file of the authority that peers are checked against"

@@ -54,7 +54,7 @@ async def serve() -> AsyncIterator[Serve]:
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
         async def start(files: TlsFiles) -> str:
-            settings = ServiceSettings(drain_grace_ms=500)
+            settings = ServiceSettings(http_address="", drain_grace_ms=500)
             telemetry = Telemetry.build("vault", settings)
             stack.push_async_callback(telemetry.close)
             spec = ServerSpec(

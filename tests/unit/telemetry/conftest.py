@@ -117,7 +117,8 @@ def keep_logging() -> Iterator[None]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> ServiceSettings:
-    return ServiceSettings(trace_dir=tmp_path / "traces", drain_grace_ms=2000)
+    """Without the HTTP port, whose orderly end takes uvicorn 0.2 s; tests about it set one."""
+    return ServiceSettings(http_address="", trace_dir=tmp_path / "traces", drain_grace_ms=2000)
 
 
 @pytest.fixture

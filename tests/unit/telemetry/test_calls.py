@@ -153,7 +153,7 @@ async def test_messages_are_bounded_in_both_directions(
     serve_echo: Serve, echo: Echo, telemetry: Telemetry
 ) -> None:
     limit = 64 * 1024
-    server = await serve_echo(settings=ServiceSettings(max_message_bytes=limit))
+    server = await serve_echo(settings=ServiceSettings(http_address="", max_message_bytes=limit))
     big = b"x" * (limit + 1)
     async with dial(server.grpc_address) as channel:
         assert (await failure(unary(channel, big))).reason == "MESSAGE_TOO_LARGE"

@@ -53,6 +53,11 @@ async def health(channel: Any, service: str = "") -> bytes:
     return bytes(await channel.unary_unary("/grpc.health.v1.Health/Check")(request))
 
 
+@pytest.fixture
+def with_http(settings: ServiceSettings) -> ServiceSettings:
+    return settings.model_copy(update={"http_address": "127.0.0.1:0"})
+
+
 # --- components and readiness ------------------------------------------------------------------------
 
 
@@ -88,9 +93,9 @@ async def test_running_closes_all_although_one_cannot() -> None:
     assert events == ["+a", "+b", "+c", "body", "-c", "-a"]
 
 
-async def test_health_follows_readiness_and_tells_why(serve_echo: Serve) -> None:
+async def test_health_follows_readiness_and_tells_why(serve_echo: Serve, with_http: ServiceSettings) -> None:
     state = Readiness(False, "no worker is connected")
-    server = await serve_echo(ready=lambda: state)
+    server = await serve_echo(settings=with_http, ready=lambda: state)
     url = f"http://{server.http_address}"
     async with dial(server.grpc_address) as channel, httpx.AsyncClient() as http:
         watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
@@ -158,8 +163,8 @@ async def test_reflection_lists_the_services_under_both_names(serve_echo: Serve)
 # --- HTTP --------------------------------------------------------------------------------------------
 
 
-async def test_side_routes_and_metrics(serve_echo: Serve) -> None:
-    server = await serve_echo()
+async def test_side_routes_and_metrics(serve_echo: Serve, with_http: ServiceSettings) -> None:
+    server = await serve_echo(settings=with_http)
     async with httpx.AsyncClient(base_url=f"http://{server.http_address}") as http:
         metrics = await http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
@@ -171,7 +176,7 @@ async def test_side_routes_and_metrics(serve_echo: Serve) -> None:
         assert (head.status_code, head.content) == (200, b"")
 
 
-async def test_an_application_gets_what_is_not_a_side_route(serve_echo: Serve) -> None:
+async def test_an_application_gets_the_other_routes(serve_echo: Serve, with_http: ServiceSettings) -> None:
     seen: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,7 +184,7 @@ async def test_an_application_gets_what_is_not_a_side_route(serve_echo: Serve) -
         await send({"type": "http.response.start", "status": 201, "headers": []})
         await send({"type": "http.response.body", "body": b"app"})
 
-    server = await serve_echo(http_app=app)
+    server = await serve_echo(settings=with_http, http_app=app)
     async with httpx.AsyncClient(base_url=f"http://{server.http_address}") as http:
         assert (await http.get("/v1/models")).text == "app"
         assert (await http.get("/healthz")).json() == {"status": "alive"}
@@ -191,20 +196,20 @@ async def test_an_application_gets_what_is_not_a_side_route(serve_echo: Serve) -
 
 @pytest.mark.parametrize("setting", ["grpc_address", "http_address"])
 async def test_a_taken_port_is_named_with_its_setting(
-    serve_echo: Serve, settings: ServiceSettings, setting: str
+    serve_echo: Serve, with_http: ServiceSettings, setting: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        changed = settings.model_copy(update={setting: f"127.0.0.1:{port}"})
+        changed = with_http.model_copy(update={setting: f"127.0.0.1:{port}"})
         with pytest.raises(AddressInUseError, match=rf"port {port} is in use.*--{setting.replace('_', '-')}"):
             await serve_echo(settings=changed)
 
 
 async def test_two_servers_do_not_share_a_port_unless_asked(
-    serve_echo: Serve, settings: ServiceSettings
+    serve_echo: Serve, with_http: ServiceSettings
 ) -> None:
-    first = await serve_echo(reuse_port=True)
-    same = settings.model_copy(
+    first = await serve_echo(settings=with_http, reuse_port=True)
+    same = with_http.model_copy(
         update={"grpc_address": first.grpc_address, "http_address": first.http_address}
     )
     with pytest.raises(AddressInUseError):
@@ -427,9 +432,9 @@ async def test_an_unknown_setting_is_one_line_and_exit_code_two() -> None:
 
 
 async def test_a_certificate_that_cannot_be_used_is_said_at_the_start(
-    serve_echo: Serve, tmp_path: Path
+    serve_echo: Serve, with_http: ServiceSettings, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "front.pem"
     wrong.write_text("not a certificate")
     with pytest.raises(SealmeshError, match=r"cannot use .*front\.pem"):
-        await serve_echo(http_options=HttpOptions(certificate=wrong, key=wrong))
+        await serve_echo(settings=with_http, http_options=HttpOptions(certificate=wrong, key=wrong))

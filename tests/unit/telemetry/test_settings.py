@@ -209,7 +209,7 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        WorkerSettings().name = "x"
+        WorkerSettings().name = "x"  # type: ignore[misc]
 
 
 @given(st.dictionaries(st.text(string.ascii_lowercase + "_", min_size=1, max_size=30), st.text(max_size=30)))
