@@ -1,0 +1,1 @@
+"""Sealed models, format version 1 (docs/sealed-format.md)."""

@@ -1,0 +1,1 @@
+"""The vault: ciphertext and wrapped keys for workers that may have them."""
