@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from sealmesh.deploy.cli import chat, config, doctor, keys, lifecycle, pii, sealing, serve, trace, up
+from sealmesh.deploy.cli import bench, chat, config, doctor, keys, lifecycle, pii, sealing, serve, trace, up
 from sealmesh.deploy.cli.console import Terminal
 from sealmesh.deploy.cli.exits import Exit, report
 from typer.main import get_command
@@ -66,6 +66,7 @@ def build_app() -> typer.Typer:
     app.command("unseal", rich_help_panel=_MODELS, epilog=sealing.UNSEAL_EPILOG)(sealing.unseal)
     app.add_typer(keys.app, name="keys", rich_help_panel=_MODELS)
     app.command("doctor", rich_help_panel=_LOOK, epilog=doctor.EPILOG)(doctor.doctor)
+    app.add_typer(bench.app, name="bench", rich_help_panel=_LOOK)
     app.add_typer(trace.app, name="trace", rich_help_panel=_LOOK)
     app.add_typer(config.app, name="config", rich_help_panel=_LOOK)
     return app

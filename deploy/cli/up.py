@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 from rich.text import Text
-from sealmesh.deploy.cli.console import Step, Terminal
+from sealmesh.deploy.cli.console import Step, Terminal, plain_table
 from sealmesh.deploy.cli.exits import CommandError, Exit
 from sealmesh.deploy.cli.options import JsonOption, StateOption
 
@@ -324,16 +324,13 @@ def show_ready(state: StateFolder, terminal: Terminal, elapsed_s: float, *, as_j
     if as_json:
         terminal.json(ready_document(state, record, elapsed_s))
         return
-    table = Table(
-        title=f"The mesh is ready after {elapsed_s:.1f} s", title_justify="left", title_style="bold"
-    )
-    for column in ("Service", "Address", "Health and metrics", "Process"):
-        table.add_column(column)
+    out = terminal.out
+    out.print(f"\n[bold green]The mesh is ready after {elapsed_s:.1f} s[/]")
+    table = plain_table("Service", "Address", "Health and metrics", "Process")
     for service in record.services:
         table.add_row(
             service.name, service.address, f"http://{service.http_address}/metrics", str(service.pid)
         )
-    out = terminal.out
     out.print(table)
     out.print(f"[bold]Model[/]    {escape(record.model)}")
     out.print(f"[bold]OpenAI[/]   {record.gateway_url}/v1")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -38,3 +39,18 @@ def taken_addresses(addresses: Mapping[str, str]) -> dict[str, str]:
             reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
             problems[purpose] = f"{address} {reason}"
     return problems
+
+
+def free_port_offset(ports: Iterable[int], *, host: str = "127.0.0.1", attempts: int = 200) -> int:
+    """An offset, 10,000 or more, that moves every port to one that is free now.
+
+    Somebody else may take one of them before it is used; then the mesh says so and the caller tries anew.
+    Raises OSError when no offset is found.
+    """
+    wanted = list(ports)
+    for _ in range(attempts):
+        # Below 32768, where Linux begins to hand out ports for outgoing connections.
+        offset = 10_000 + secrets.randbelow(32_000 - 10_000 - max(wanted))
+        if not taken_addresses({str(port): f"{host}:{port + offset}" for port in wanted}):
+            return offset
+    raise OSError(errno.EADDRINUSE, f"no free ports for {len(wanted)} services on {host}")

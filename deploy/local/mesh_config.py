@@ -41,6 +41,8 @@ SERVICE_MODULES: Final[Mapping[str, str]] = {
     "worker": "sealmesh.inference",
     "gateway": "sealmesh.gateway",
 }
+DEFAULT_PORTS: Final = (8080, 9090, 9101, 9201, 9102, 9202, 9111, 9211)
+"""Every port of a mesh with one worker."""
 LOCAL_NAME: Final = "local"
 _MAX_WORKERS: Final = 64
 _DRAIN_MARGIN_S: Final = 5.0
@@ -138,6 +140,7 @@ def local_sections(state: StateFolder, mesh: MeshSettings, model: ServedModel) -
         **shared,
         "models_dir": str(model.models_dir),
         "state_dir": str(state.vault),
+        "verifying_key_file": str(model.verifying_key_file),
         "allow": {model.name: allowed, "tenant:*": allowed},
     }
     if model.passphrase_file is not None:
