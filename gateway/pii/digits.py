@@ -35,7 +35,17 @@ class NumberScanner:
 class _Chain:
     """Digit groups with separators between them, for example "6222 0228 8382 7007"."""
 
-    __slots__ = ("_labelled", "compact", "context", "ends", "group_at", "group_ends", "starts", "text")
+    __slots__ = (
+        "_labelled",
+        "compact",
+        "context",
+        "ends",
+        "group_at",
+        "group_ends",
+        "starts",
+        "taken",
+        "text",
+    )
 
     def __init__(self, text: str, start: int, end: int, context: str = "") -> None:
         self.text = text
@@ -53,6 +63,8 @@ class _Chain:
             total += b - a
             self.group_ends.append(total)
         self.group_at = {end: group for group, end in enumerate(self.group_ends)}
+        # Groups before this one belong to values that the recognizer at work has found.
+        self.taken = 0
         self._labelled: dict[str, bool] = {}
 
     def labelled(self, recognizer: NumberRecognizer) -> bool:
@@ -69,6 +81,10 @@ class _Chain:
             self._labelled[recognizer.type] = known
         return known
 
+    def size(self, group: int) -> int:
+        """Digits of a group."""
+        return self.ends[group] - self.starts[group]
+
     def separator(self, group: int) -> str:
         """What stands between a group and the next."""
         return self.text[self.ends[group] : self.starts[group + 1]]
@@ -83,6 +99,7 @@ def _recognize(chain: _Chain, recognizer: NumberRecognizer) -> list[Candidate]:
     match = recognizer.shape.match
     group_at = chain.group_at.get
     found: list[Candidate] = []
+    chain.taken = 0
     position = 0
     for group, group_end in enumerate(chain.group_ends):
         if match(compact, position):
@@ -93,6 +110,7 @@ def _recognize(chain: _Chain, recognizer: NumberRecognizer) -> list[Candidate]:
                 candidate = _validated(chain, recognizer, group, last, compact[position : position + length])
                 if candidate is not None:
                     found.append(candidate)
+                    chain.taken = last + 1
                     break
         position = group_end
     labelled = _labelled(chain, recognizer)
@@ -113,7 +131,7 @@ def _validated(
         plus = start > 0 and chain.text[start - 1] == "+"
         if plus and prefix:
             start -= 1
-        if prefix and chain.ends[first] - chain.starts[first] == prefix:
+        if prefix and chain.size(first) == prefix:
             # A bare "86" apart from the number is a quantity more often than a country code.
             if prefix == 2 and not plus and (first > 0 or chain.separator(first) != "-"):
                 return None
@@ -157,7 +175,7 @@ def _bounded(chain: _Chain, first: int, last: int, start: int, labelled: bool) -
     end = chain.ends[last]
     if end < len(text) and _ascii_alnum(text[end]):
         return False
-    if labelled or start == 0:
+    if labelled or start == 0 or text[start] == "+":
         return True
     if _ascii_alnum(text[start - 1]):
         return False
@@ -174,20 +192,19 @@ def _bounded(chain: _Chain, first: int, last: int, start: int, labelled: bool) -
 def _written_so(chain: _Chain, recognizer: NumberRecognizer, first: int, last: int) -> bool:
     """Whether the groups look like one number: not like cells of a table or items of a list."""
     separator = chain.separator(first)
-    before = first > 0 and chain.separator(first - 1) == separator
+    before = first > chain.taken and chain.separator(first - 1) == separator
     if before and last - first >= _LONGEST_LAYOUT:
         return False
     if any(chain.separator(group) != separator for group in range(first + 1, last)):
         return False
-    sizes = tuple(chain.ends[group] - chain.starts[group] for group in range(first, last + 1))
+    sizes = tuple(chain.size(group) for group in range(first, last + 1))
     if len(sizes) == 4 and separator == "." and _is_ipv4(chain, first):
         return False
-    after = last + 1 < len(chain.ends) and chain.separator(last) == separator
     if sizes in recognizer.layouts:
-        size_before = chain.ends[first - 1] - chain.starts[first - 1] if before else -1
-        size_after = chain.ends[last + 1] - chain.starts[last + 1] if after else -1
-        return size_before != sizes[0] and size_after != sizes[-1]
-    if before or after:
+        # Groups of one size are cells of a table when it goes on to the left. To the right, more may follow a
+        # number: a date, the expiry of a card.
+        return len(set(sizes)) > 1 or not before or chain.size(first - 1) != sizes[0]
+    if before or (last + 1 < len(chain.ends) and chain.separator(last) == separator):
         return False
     return len(sizes) == 2 or (len(set(sizes[:-1])) == 1 and sizes[-1] <= sizes[0])
 

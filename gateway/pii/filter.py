@@ -10,7 +10,7 @@ from sealmesh.gateway.pii.canonical import canonical_form
 from sealmesh.gateway.pii.detector import Detector
 from sealmesh.gateway.pii.json_text import JsonToken, Path, json_pointer, json_string, json_tokens
 from sealmesh.gateway.pii.openai_fields import Leaf, LeafKind, replace_leaves, request_leaves
-from sealmesh.gateway.pii.placeholders import NO_PLACEHOLDERS, PlaceholderBook, PlaceholderKey, typed_codes
+from sealmesh.gateway.pii.placeholders import NO_PLACEHOLDERS, PlaceholderBook, PlaceholderKey, TypedCodes
 from sealmesh.gateway.pii.session import PiiSession
 from sealmesh.gateway.pii.spans import Finding, PiiRefusedError, Span
 
@@ -92,7 +92,7 @@ class PiiFilter:
         found = [item for leaf in leaves for item in self._detect(leaf)]
         if not found:
             return {}, PiiSession(NO_PLACEHOLDERS, ())
-        book = PlaceholderBook(self._key, typed_codes(_readings(leaves)))
+        book = PlaceholderBook(self._key, TypedCodes(_readings(leaves)))
         pieces: dict[Path, list[tuple[int, int, str]]] = {}
         findings: list[Finding] = []
         for item in found:

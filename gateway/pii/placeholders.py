@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -20,7 +20,8 @@ from sealmesh.gateway.pii.spans import PiiError
 # No 0/o, 1/l/i: codes are also read by people.
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 CODE_LENGTH = 5
-_MAX_CODE_LENGTH = 48
+_MAX_CODE_LENGTH = 24
+_CHEAP_LOOKUPS = 32
 
 # The label of each type, then other names that models put in its place.
 LABELS: dict[str, tuple[str, ...]] = {
@@ -133,23 +134,35 @@ _LOOK_ALIKE_RE = re.compile(
 )
 
 
-def typed_codes(texts: Iterable[str]) -> set[str]:
-    """Codes of everything in the texts that a restorer could take for a placeholder.
+class TypedCodes:
+    """Codes of everything in the texts of a request that a restorer could take for a placeholder.
 
     A request never assigns these, so what a person typed comes back as typed and never as someone's value.
     """
-    # A line break belongs to no placeholder. Lower-casing must touch ASCII letters only, as `fold` does; it
-    # is many times faster, and just two other characters would turn into ASCII letters.
-    folded = "\n".join(texts).replace("\u212a", "\ufffd").replace("\u0130", "\ufffd").lower()
-    if not any(label in folded for label in _ANY_LABEL):
-        return set()
-    return set(_LOOK_ALIKE_RE.findall(folded))
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        # A line break belongs to no placeholder. Lower-casing must touch ASCII letters only, as `fold` does;
+        # it is many times faster, and just two other characters would turn into ASCII letters.
+        self._text = "\n".join(texts).replace("\u212a", "\ufffd").replace("\u0130", "\ufffd").lower()
+        self._codes: frozenset[str] | None = None
+        self._lookups = 0
+
+    def __contains__(self, code: object) -> bool:
+        if not isinstance(code, str):
+            return False
+        if self._codes is None:
+            # Looking for a few codes is faster than parsing the text; for many it would take the square.
+            self._lookups += 1
+            if self._lookups <= _CHEAP_LOOKUPS and code not in self._text:
+                return False
+            self._codes = frozenset(_LOOK_ALIKE_RE.findall(self._text))
+        return code in self._codes
 
 
 class PlaceholderBook:
     """Assigns the placeholders of one request."""
 
-    def __init__(self, key: PlaceholderKey, reserved: set[str]) -> None:
+    def __init__(self, key: PlaceholderKey, reserved: Container[str]) -> None:
         self._key = key
         self._reserved = reserved
         self._entries: dict[str, Entry] = {}

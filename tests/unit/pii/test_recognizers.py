@@ -141,3 +141,18 @@ def test_offsets_lead_back_to_the_source(text: str) -> None:
         start, end = view.to_source(index, index + 1)
         assert end == start + 1
         assert normalize(text[start:end]).text == char
+
+
+_MOBILES = ["13800138000", "138 0013 8000", "138-0013-8000", "+86 138 0013 8000"]
+_CARDS = ["6222021234567890128", "4111 1111 1111 1111", "4111-1111-1111-1111", "3782 822463 10005"]
+_LISTED = st.sampled_from([*_MOBILES, *_CARDS, "a@b.cn", "11010519491231002X"])
+
+
+@given(st.lists(_LISTED, min_size=1, max_size=4), st.sampled_from([" ", "，", "\n", "、", " / "]))
+def test_values_do_not_hide_one_another(values: list[str], joint: str) -> None:
+    """What is left when the values that were found are taken out holds no value any more."""
+    text = joint.join(values)
+    for span in reversed(detect(text)):
+        text = text[: span.start] + "…" + text[span.end :]
+    assert detect(text) == []
+    assert not [value for value in values if value in text]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sealmesh.gateway.pii import PiiFilter, Restorer
-from sealmesh.gateway.pii.placeholders import Entry, RestoreTable, fold, typed_codes
+from sealmesh.gateway.pii.placeholders import Entry, RestoreTable, TypedCodes, fold
 
 _ROWS = [
     json.loads(line)
@@ -204,4 +204,4 @@ def test_every_code_that_a_restorer_would_read_is_reserved(text: str) -> None:
         table = RestoreTable({code: Entry("phone", "!")})
         restorer = Restorer(table)
         if "!" in restorer.feed(text) + restorer.flush():
-            assert code in typed_codes([text])
+            assert code in TypedCodes([text])
