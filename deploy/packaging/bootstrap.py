@@ -132,7 +132,7 @@ def check_platform(system: str, machine: str, libc: tuple[str, str], device: str
     if system != "Linux" or machine not in MACHINES:
         where = "use WSL 2" if system == "Windows" else "use a Linux machine, virtual machine or container"
         raise BootstrapError(
-            f"the {device} engine has no packages for {system} {machine}, only for Linux on x86_64 and aarch64",
+            f"the {device} engine has no packages for {system} {machine}, only for Linux x86_64 and aarch64",
             where,
         )
     name, release = libc
