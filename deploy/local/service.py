@@ -25,6 +25,7 @@ from sealmesh.deploy.local.specs import ServiceSpec
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _FROZEN_GRACE_S = 2.0
+_STARTUP_INTERVAL_S = 0.2
 _READ_BYTES = 65536
 
 
@@ -165,7 +166,11 @@ class Service:
         try:
             problem = "no answer yet"
             while True:
-                await asyncio.wait({exited, stop}, timeout=probe.interval_s, return_when="FIRST_COMPLETED")
+                await asyncio.wait(
+                    {exited, stop},
+                    timeout=min(probe.interval_s, _STARTUP_INTERVAL_S),
+                    return_when="FIRST_COMPLETED",
+                )
                 if stop.done():
                     return "stopped", False
                 if exited.done():

@@ -25,7 +25,7 @@ def test_a_ratio_is_taken_within_pairs() -> None:
     ratio = paired_ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0])
     assert ratio["value"] == 2.0
     assert ratio["confidence_95"] == [2.0, 2.0]
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="argument 2"):
         paired_ratio([1.0], [1.0, 2.0])
 
 
