@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from sealmesh.deploy.bench.figures import Summary, confidence_95, paired_ratio, quantile
 from sealmesh.deploy.bench.load import fresh_prompt, question
 
