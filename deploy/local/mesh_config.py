@@ -378,7 +378,9 @@ def _spec(
             startup_timeout_s=startup_ms / 1000,
         ),
         restart=RestartPolicy(
-            max_quick_failures=mesh.max_quick_failures, final_exit_codes=frozenset({EXIT_USAGE})
+            max_quick_failures=mesh.max_quick_failures,
+            max_first_failures=min(2, mesh.max_quick_failures),
+            final_exit_codes=frozenset({EXIT_USAGE}),
         ),
     )
 

@@ -107,7 +107,9 @@ class Service:
             )
             failures = 1 if stable else failures + 1
             self.last_failure = failure
-            if final or failures >= self.spec.restart.max_quick_failures:
+            restart = self.spec.restart
+            limit = restart.max_first_failures if self.ready_after_s is None else restart.max_quick_failures
+            if final or failures >= limit:
                 count = "" if failures == 1 else f", {failures} times in a row"
                 self._change(ServiceState.FAILED, f"given up: {failure}{count}")
                 return
@@ -240,9 +242,13 @@ class Service:
             force.cancel()
             if not exited.done() and wanted and not self._force.is_set():
                 self._log.note(f"still running {grace_s:.0f} s after SIGTERM: killed")
-        signal_group(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         await exited
-        await asyncio.to_thread(end_marked, self._mesh_id, self.spec.name)
+        # What it started ends by itself once it is gone, if it is any good: Redis has data to write.
+        grace_s = 0.0 if self._force.is_set() else self.spec.leftover_grace_s
+        await asyncio.to_thread(end_marked, self._mesh_id, self.spec.name, grace_s=grace_s, terminate=False)
+        signal_group(process.pid, signal.SIGKILL)
 
     def _change(self, state: ServiceState, message: str) -> None:
         self.state = state

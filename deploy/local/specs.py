@@ -30,6 +30,8 @@ class RestartPolicy:
     """A service that was ready for this long starts again with a clean record."""
     max_quick_failures: int = 4
     """Failures in a row, none of them after a stable time, after which the service is given up."""
+    max_first_failures: int = 2
+    """The same for a service that has not been ready once: more likely wrong than unlucky."""
     final_exit_codes: frozenset[int] = frozenset()
     """Exit codes that say that starting again cannot help (wrong configuration)."""
 
@@ -59,6 +61,8 @@ class ServiceSpec:
     working_folder: Path | None = None
     stop_grace_s: float = 10.0
     """From SIGTERM to SIGKILL."""
+    leftover_grace_s: float = 3.0
+    """From the end of the process to the end of what it started and left."""
     essential: bool = True
     """Whether the mesh stops when this service is given up; a cache is not essential."""
     probe: ProbePolicy = ProbePolicy()

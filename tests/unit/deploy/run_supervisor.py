@@ -48,6 +48,7 @@ def main() -> int:
                 live_url=f"{url}/healthz",
                 address=url,
                 stop_grace_s=service.get("stop_grace_s", 5.0),
+                leftover_grace_s=0.1,
                 probe=ProbePolicy(interval_s=0.05),
             )
         )

@@ -27,7 +27,7 @@ from sealmesh.deploy.local.supervisor import AlreadyRunsError, Failure, MeshPlan
 HERE = Path(__file__).parent
 STAND_IN = HERE / "stand_in_service.py"
 QUICK_PROBE = ProbePolicy(interval_s=0.03, timeout_s=0.5, failures=3, startup_timeout_s=10)
-QUICK_RESTART = RestartPolicy(backoff_initial_s=0.02, max_quick_failures=3)
+QUICK_RESTART = RestartPolicy(backoff_initial_s=0.02, max_quick_failures=3, max_first_failures=2)
 
 
 @dataclass
@@ -82,6 +82,7 @@ def spec(name: str, stage: int, *flags: str) -> ServiceSpec:
         live_url=f"{url}/healthz",
         address=f"127.0.0.1:{port}",
         stop_grace_s=5,
+        leftover_grace_s=0.1,
         probe=QUICK_PROBE,
         restart=QUICK_RESTART,
     )
@@ -198,8 +199,19 @@ async def test_gives_up_with_the_reason_and_the_last_lines(state: StateFolder) -
     assert failure.service == "worker"
     assert failure.reason == "exited with code 7"
     assert failure.tail[-2:] == ("first line of the reason", "second line of the reason")
-    assert mesh.recorder.count("worker starting") == QUICK_RESTART.max_quick_failures
+    assert mesh.recorder.count("worker starting") == QUICK_RESTART.max_first_failures
     assert mesh.recorder.count("vault stopped") == 1
+
+
+async def test_a_service_that_was_ready_once_gets_more_chances(state: StateFolder, tmp_path: Path) -> None:
+    sick = tmp_path / "sick"
+    async with running(state, spec("worker", 0, "--sick-file", str(sick))) as mesh:
+        await until_ready(mesh)
+        sick.touch()
+        failure = await asyncio.wait_for(asyncio.shield(mesh.task), 15)
+    assert failure is not None
+    assert "3 health checks in a row failed" in failure.reason
+    assert mesh.recorder.count("worker ready") == QUICK_RESTART.max_quick_failures
 
 
 async def test_a_final_exit_code_is_not_tried_again(state: StateFolder) -> None:
