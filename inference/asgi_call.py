@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 from sealmesh.telemetry.runtime.http import AsgiApp, Message
 
-__all__ = ["AsgiCall", "ResponseStart"]
+__all__ = ["AsgiCall", "BodyReader", "ResponseStart"]
+
+Item = TypeVar("Item")
+_Item_co = TypeVar("_Item_co", covariant=True)
 
 # Events that may wait for a slow reader; then the application waits in turn.
 _QUEUE_MESSAGES: Final = 64
@@ -26,7 +29,20 @@ class ResponseStart:
     """Media type without parameters, lower case."""
 
 
-class AsgiCall:
+class BodyReader(Protocol[_Item_co]):
+    """Takes the response in where the application sends it: in its task, before it goes on.
+
+    What it notes there belongs to this very piece; the consumer may be many pieces behind.
+    """
+
+    def begin(self, head: ResponseStart) -> None:
+        """The response begins."""
+
+    def feed(self, chunk: bytes) -> _Item_co:
+        """A piece of the body; what it makes of it goes to the consumer, and so does what it raises."""
+
+
+class AsgiCall(Generic[Item]):
     """A request to an ASGI application; use as `async with`.
 
     Leaving the block early tells the application that the client is gone, which is what makes vLLM abort
@@ -34,6 +50,7 @@ class AsgiCall:
 
     Args:
         app: the application.
+        reader: of the response.
         method: HTTP method.
         path: path without query.
         headers: names in lower case.
@@ -41,9 +58,17 @@ class AsgiCall:
     """
 
     def __init__(
-        self, app: AsgiApp, *, method: str, path: str, headers: Mapping[str, str], body: bytes
+        self,
+        app: AsgiApp,
+        reader: BodyReader[Item],
+        *,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
     ) -> None:
         self._app = app
+        self._reader = reader
         self._body = body
         self._scope = {
             "type": "http",
@@ -65,12 +90,14 @@ class AsgiCall:
             "server": ("127.0.0.1", 0),
             "state": {},
         }
-        self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUE_MESSAGES)
+        self._arrived: asyncio.Queue[ResponseStart | _Piece[Item] | Exception | None] = asyncio.Queue(
+            _QUEUE_MESSAGES
+        )
         self._gone = asyncio.Event()
         self._body_sent = False
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> AsgiCall:
+    async def __aenter__(self) -> AsgiCall[Item]:
         self._task = asyncio.create_task(self._run(), name="openai layer")
         return self
 
@@ -80,8 +107,8 @@ class AsgiCall:
             return
         self._gone.set()
         # The application may be waiting for room: what it still sends goes nowhere.
-        while not self._messages.empty():
-            self._messages.get_nowait()
+        while not self._arrived.empty():
+            self._arrived.get_nowait()
         done, _pending = await asyncio.wait((task,), timeout=_UNWIND_S)
         if not done:
             task.cancel()
@@ -94,43 +121,38 @@ class AsgiCall:
             ConnectionError: the application ended without one.
             Exception: whatever the application raised.
         """
-        message = await self._next()
-        if message is None or message["type"] != "http.response.start":
+        head = await self._next()
+        if not isinstance(head, ResponseStart):
             raise ConnectionError("the application ended without a response")
-        content_type = next(
-            (value for name, value in message.get("headers", ()) if name.lower() == b"content-type"), b""
-        )
-        media_type = content_type.decode("latin-1").partition(";")[0].strip().lower()
-        return ResponseStart(int(message["status"]), media_type)
+        return head
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as the application sends it.
+    async def items(self) -> AsyncIterator[Item]:
+        """What the reader made of the body, piece by piece.
 
         Raises:
             ConnectionError: the application ended before the body was complete.
-            Exception: whatever the application raised.
+            Exception: whatever the application or the reader raised.
         """
-        while (message := await self._next()) is not None:
-            if message["type"] != "http.response.body":
-                continue
-            if body := message.get("body", b""):
-                yield bytes(body)
-            if not message.get("more_body", False):
+        while isinstance(piece := await self._next(), _Piece):
+            yield piece.item
+            if piece.last:
                 return
         raise ConnectionError("the application ended in the middle of a response")
 
-    async def _next(self) -> Message | None:
-        message = await self._messages.get()
-        if message is None and self._task is not None:
+    async def _next(self) -> ResponseStart | _Piece[Item] | None:
+        arrived = await self._arrived.get()
+        if isinstance(arrived, Exception):
+            raise arrived
+        if arrived is None and self._task is not None:
             await self._task
-        return message
+        return arrived
 
     async def _run(self) -> None:
         try:
             await self._app(self._scope, self._receive, self._send)
         finally:
             if not self._gone.is_set():
-                await self._messages.put(None)
+                await self._arrived.put(None)
 
     async def _receive(self) -> Message:
         if not self._body_sent:
@@ -140,5 +162,30 @@ class AsgiCall:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        if not self._gone.is_set():
-            await self._messages.put(message)
+        if self._gone.is_set():
+            return
+        try:
+            arrived = self._taken_in(message)
+        except Exception as exc:  # noqa: BLE001  # the consumer's to handle, not the application's
+            arrived = exc
+        if arrived is not None:
+            await self._arrived.put(arrived)
+
+    def _taken_in(self, message: Message) -> ResponseStart | _Piece[Item] | Exception | None:
+        if message["type"] == "http.response.start":
+            headers = message.get("headers", ())
+            content_type = next((value for name, value in headers if name.lower() == b"content-type"), b"")
+            media_type = content_type.decode("latin-1").partition(";")[0].strip().lower()
+            head = ResponseStart(int(message["status"]), media_type)
+            self._reader.begin(head)
+            return head
+        if message["type"] == "http.response.body":
+            last = not message.get("more_body", False)
+            return _Piece(self._reader.feed(bytes(message.get("body", b""))), last)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece(Generic[Item]):
+    item: Item
+    last: bool

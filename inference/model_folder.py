@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import grpc
 from sealmesh.telemetry.runtime.errors import SealmeshError
 
-__all__ = ["check_plain_folder", "plain_weights_digest", "weight_bytes"]
+__all__ = ["check_plain_folder", "converted_bytes", "plain_weights_digest", "weight_bytes"]
 
 # Bytes of an element, by the names that safetensors and config.json use.
 _WIDTHS: Final[Mapping[str, int]] = {
@@ -50,13 +50,19 @@ def weight_bytes(folder: Path, dtype: str) -> int:
         folder: model folder with safetensors files.
         dtype: vLLM dtype name; "auto" keeps every tensor's own.
     """
+    return sum(converted_bytes(tensor.dtype, tensor.size_bytes, dtype) for tensor in _tensors(folder))
+
+
+def converted_bytes(own: str, size_bytes: int, dtype: str) -> int:
+    """Size of a tensor once it is converted.
+
+    Args:
+        own: its number format as safetensors names it.
+        size_bytes: its size in that format.
+        dtype: vLLM dtype name; only floating-point tensors are converted, and none by "auto".
+    """
     width = _WIDTHS.get(dtype)
-    total = 0
-    for entry in _tensors(folder):
-        own = _WIDTHS.get(entry.dtype, 1)
-        converted = width if width is not None and entry.dtype in _FLOATS else own
-        total += entry.size_bytes // own * converted
-    return total
+    return size_bytes if width is None or own not in _FLOATS else size_bytes // _WIDTHS[own] * width
 
 
 def plain_weights_digest(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -79,9 +79,11 @@ async def serve_openai(
     """
     method = _route(request)
     body = _prepared(request, call) if method == "POST" else b""
+    reader = _Reader(call, request.path)
     with calling(call):
         http = AsgiCall(
             engine.app,
+            reader,
             method=method,
             path=request.path,
             headers={"x-request-id": call.request_id},
@@ -92,7 +94,7 @@ async def serve_openai(
     try:
         head = await entered.start()
         answer = _streamed if head.content_type == _STREAM else _whole
-        async with aclosing(answer(entered, head, call, request.path)) as events:
+        async with aclosing(answer(entered.items(), head, reader)) as events:
             async for event in events:
                 yield event
     except ConnectionError as exc:
@@ -144,66 +146,98 @@ def _prepared(request: OpenAIRequest, call: EngineCall) -> bytes:
     return orjson.dumps(body)
 
 
-async def _whole(
-    http: AsgiCall, head: ResponseStart, call: EngineCall, path: str
-) -> AsyncGenerator[Head | JsonEvent | Finish, None]:
-    data = b"".join([chunk async for chunk in http.chunks()])
-    document = _parsed(data)
+_Items = AsyncIterator[list[JsonEvent]]
+_Answer = AsyncGenerator[Head | JsonEvent | Finish, None]
+
+
+async def _whole(items: _Items, head: ResponseStart, reader: _Reader) -> _Answer:
+    async for _ in items:
+        pass
+    document = _parsed(bytes(reader.body))
     if head.status >= 500:
         raise _engine_failed(_message(document) or f"the engine answered with status {head.status}")
     yield Head(head.status, head.content_type or "application/json")
+    call = reader.call
     tokens = [(choice, call.take_all(choice)) for choice in call.pending_choices()]
-    yield JsonEvent(0, data, tokens)
+    yield JsonEvent(0, bytes(reader.body), tokens)
     yield Finish(_usage(document, call) if head.status < 400 else Usage())
 
 
-async def _streamed(
-    http: AsgiCall, head: ResponseStart, call: EngineCall, path: str
-) -> AsyncGenerator[Head | JsonEvent | Finish, None]:
-    parser = SseParser()
-    sequence = 0
-    begun: set[int] = set()
-    done = False
-    async for chunk in http.chunks():
-        for data in parser.feed(chunk):
-            if data == _DONE:
-                done = True
-                continue
-            document = _parsed(data)
-            if "error" in document:
-                raise _stream_error(document)
-            if sequence == 0:
+async def _streamed(items: _Items, head: ResponseStart, reader: _Reader) -> _Answer:
+    begun = False
+    async for events in items:
+        for event in events:
+            if not begun:
+                # Not before: a stream may begin with an error, which is better told by a status.
+                begun = True
                 yield Head(head.status, head.content_type)
-            yield JsonEvent(sequence, data, _tokens_behind(document, call, path, begun))
-            sequence += 1
-    if not done or not parser.complete:
+            yield event
+    if not reader.complete:
         raise ConnectionError("the stream of events ended without its end marker")
-    if sequence == 0:
+    if not begun:
         yield Head(head.status, head.content_type)
-    yield Finish(call.usage)
+    yield Finish(reader.call.usage)
 
 
-def _tokens_behind(
-    document: dict[str, Any], call: EngineCall, path: str, begun: set[int]
-) -> list[tuple[int, Sequence[int]]]:
-    """Tokens that became this event.
+class _Reader:
+    """Cuts a response into events, each with the tokens that became it; runs where the layer sends."""
 
-    A chat opens every choice with an event for the role, sent when the first tokens are there but before
-    they are; and its parsers may take tokens in and send nothing. A completion sends an event per report.
-    """
-    found: list[tuple[int, Sequence[int]]] = []
-    for choice in document.get("choices") or ():
-        index = choice["index"]
-        if path == _CHAT:
-            if index not in begun:
-                begun.add(index)
-                continue
-            tokens = call.take_all(index)
-        else:
-            tokens = call.take_one(index)
-        if tokens:
-            found.append((index, tokens))
-    return found
+    def __init__(self, call: EngineCall, path: str) -> None:
+        self.call = call
+        self.body = bytearray()
+        self._path = path
+        self._parser: SseParser | None = None
+        self._begun: set[int] = set()
+        self._sequence = 0
+        self._done = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether a stream came to its end marker."""
+        return self._done and self._parser is not None and self._parser.complete
+
+    def begin(self, head: ResponseStart) -> None:
+        if head.content_type == _STREAM:
+            self._parser = SseParser()
+
+    def feed(self, chunk: bytes) -> list[JsonEvent]:
+        """Raises SealmeshError for an error event."""
+        if self._parser is None:
+            self.body += chunk
+            return []
+        return [event for data in self._parser.feed(chunk) if (event := self._event(data)) is not None]
+
+    def _event(self, data: bytes) -> JsonEvent | None:
+        if data == _DONE:
+            self._done = True
+            return None
+        document = _parsed(data)
+        if "error" in document:
+            raise _stream_error(document)
+        event = JsonEvent(self._sequence, data, self._tokens_behind(document))
+        self._sequence += 1
+        return event
+
+    def _tokens_behind(self, document: dict[str, Any]) -> list[tuple[int, Sequence[int]]]:
+        """Tokens that became this event.
+
+        A chat opens every choice with an event for the role, sent when the first tokens are there but
+        before they are; and its parsers may take tokens in and send nothing. A completion sends an event
+        per report.
+        """
+        found: list[tuple[int, Sequence[int]]] = []
+        for choice in document.get("choices") or ():
+            index = choice["index"]
+            if self._path == _CHAT:
+                if index not in self._begun:
+                    self._begun.add(index)
+                    continue
+                tokens = self.call.take_all(index)
+            else:
+                tokens = self.call.take_one(index)
+            if tokens:
+                found.append((index, tokens))
+        return found
 
 
 def _usage(document: dict[str, Any], call: EngineCall) -> Usage:

@@ -10,7 +10,8 @@ import threading
 
 __all__ = ["ENGINE_OF_WORKER_VARIABLE", "die_with_parent"]
 
-# Set by the worker, so that the plugin leaves processes alone that have nothing to do with one.
+# Set by the worker to the level and format of its log (info:text), so that the plugin knows its engine
+# processes and leaves alone those that have nothing to do with a worker.
 ENGINE_OF_WORKER_VARIABLE = "SEALMESH_ENGINE_OF_WORKER"
 
 

@@ -56,6 +56,7 @@ class EnginePlan:
         kv_cache_gib: space for the KV cache.
         weight_bytes: size of the weights in `dtype`, for the memory check.
         arguments: vLLM options; they win over the device's.
+        log: level and format of the engine processes' own lines, for example "info:text".
         private: folder in memory of this worker; an engine process says there why it could not start.
         release: called once the engine is gone; removes what was made for it.
     """
@@ -69,6 +70,7 @@ class EnginePlan:
     kv_cache_gib: int
     weight_bytes: int
     arguments: Mapping[str, EngineArgument]
+    log: str
     private: Path
     release: Callable[[], None]
 
@@ -209,7 +211,7 @@ class VllmEngine:
         chosen["VLLM_LOGGING_LEVEL"] = "INFO" if debug else "WARNING"
         for name, value in chosen.items():
             os.environ.setdefault(name, value)
-        os.environ[ENGINE_OF_WORKER_VARIABLE] = "1"
+        os.environ[ENGINE_OF_WORKER_VARIABLE] = plan.log
         os.environ[LAST_WORDS_VARIABLE] = str(plan.last_words)
 
     async def _build(self, plan: EnginePlan, args: Namespace) -> None:

@@ -13,14 +13,24 @@ import grpc
 import grpc.aio
 from sealmesh.inference.devices import DeviceError, detect_device
 from sealmesh.inference.in_flight import InFlight
-from sealmesh.inference.model_folder import check_plain_folder, plain_weights_digest, weight_bytes
+from sealmesh.inference.model_folder import (
+    check_plain_folder,
+    converted_bytes,
+    plain_weights_digest,
+    weight_bytes,
+)
+from sealmesh.inference.sealed_options import LOAD_FORMAT, SealedLoadOptions
 from sealmesh.inference.service import InferenceService
 from sealmesh.inference.settings import EngineArgument, WorkerSettings
 from sealmesh.inference.vllm_engine import EnginePlan, VllmEngine
 from sealmesh.inference.watchdog import Watchdog
 from sealmesh.inference.worker_metrics import WorkerMetrics
 from sealmesh.protos.inference.v1 import inference_pb2, inference_pb2_grpc
+from sealmesh.security.keys.signing import load_verifying_key
+from sealmesh.security.sealed.materialise import materialise
+from sealmesh.security.sm4.sm3 import sm3
 from sealmesh.security.tls import RoleAuthorizer, TlsFiles, server_credentials
+from sealmesh.security.vault.client import VaultClient, open_remote_model
 from sealmesh.telemetry.runtime.errors import SealmeshError
 from sealmesh.telemetry.runtime.server import ServerSpec
 from sealmesh.telemetry.telemetry import Telemetry
@@ -76,7 +86,7 @@ def prepare_engine(settings: WorkerSettings) -> EnginePlan:
     except DeviceError as exc:
         raise _invalid(str(exc)) from None
     dtype = settings.dtype if settings.dtype != "auto" else device.dtype()
-    model = _plain_model(settings, dtype)
+    model = _sealed_model(settings, dtype) if settings.sealed else _plain_model(settings, dtype)
     arguments: dict[str, EngineArgument] = {**settings.engine_args, **model.arguments}
     if settings.kvstore_address:
         arguments["kv_transfer_config"] = _kv_transfer(settings, model.digest())
@@ -90,6 +100,7 @@ def prepare_engine(settings: WorkerSettings) -> EnginePlan:
         kv_cache_gib=settings.kv_cache_gib,
         weight_bytes=model.weight_bytes,
         arguments=arguments,
+        log=f"{settings.log_level}:{settings.log_format}",
         private=model.private,
         release=model.release,
     )
@@ -123,6 +134,44 @@ def _plain_model(settings: WorkerSettings, dtype: str) -> _Model:
         arguments={},
         digest=lambda: plain_weights_digest(folder),
         release=lambda: shutil.rmtree(private, ignore_errors=True),
+    )
+
+
+def _sealed_model(settings: WorkerSettings, dtype: str) -> _Model:
+    """Verifies the model, and opens its configuration and tokenizer into memory; weights stay sealed."""
+    files = TlsFiles.from_settings(settings)
+    key_file = settings.verifying_key_file
+    if files is None or key_file is None:
+        raise _invalid("a sealed model needs worker.verifying_key_file and the three worker.tls_* files")
+    with (
+        VaultClient(settings.vault_address, files) as vault,
+        open_remote_model(
+            vault, settings.model, pinned=[load_verifying_key(key_file)], model_dir=settings.model_dir
+        ) as sealed,
+    ):
+        folder = materialise(
+            sealed, base=settings.private_dir, allow_code=bool(settings.engine_args.get("trust_remote_code"))
+        )
+        version = sm3(sealed.manifest.encoded).hex()
+        size = sum(converted_bytes(info.dtype, info.size_bytes, dtype) for info in sealed.tensors())
+    options = SealedLoadOptions(
+        vault_address=settings.vault_address,
+        model=settings.model,
+        tls_ca=str(files.ca.resolve()),
+        tls_certificate=str(files.certificate.resolve()),
+        tls_key=str(files.key.resolve()),
+        verifying_key=str(key_file.resolve()),
+        location=str(settings.model_dir.resolve()) if settings.model_dir is not None else "",
+        threads=settings.load_threads,
+    )
+    return _Model(
+        folder=folder.path,
+        private=folder.path,
+        version=version,
+        weight_bytes=size,
+        arguments={"load_format": LOAD_FORMAT, "model_loader_extra_config": {**options.to_extra_config()}},
+        digest=lambda: version,
+        release=folder.close,
     )
 
 
