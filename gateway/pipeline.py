@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import grpc
+import orjson
 from sealmesh.gateway.access.identity import Principal
 from sealmesh.gateway.fields import JsonObject, admit
 from sealmesh.gateway.privacy import MaskedBody, PrivacyFilter
@@ -153,7 +154,7 @@ class Answer:
                     raise _broken(f"at document {self._sequence} (got {message.json.sequence})")
                 self._sequence += 1
                 self._failed = message.json.data.startswith(_ERROR_EVENT)
-                self._ready = self._masked.restore(message.json.data, streamed=self.streamed)
+                self._ready = self._restored(message.json.data)
             elif event == "finish":
                 self._ended = True
                 self.usage = message.finish.usage
@@ -162,6 +163,12 @@ class Answer:
                 self._pipeline.meter(self._model, self.usage)
             else:
                 raise _broken("with an unexpected message")
+
+    def _restored(self, document: bytes) -> list[bytes]:
+        try:
+            return self._masked.restore(document, streamed=self.streamed)
+        except orjson.JSONDecodeError:
+            raise _broken("with a document that is not JSON") from None
 
     async def _settle(self) -> None:
         """Read the status behind the finish, so that the RPC ends as complete and not as cancelled."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -71,6 +72,41 @@ async def test_ordinary_text_is_not_held_back(http: httpx.AsyncClient, worker: S
     events = [json.loads(item[6:]) for item in reply.text.split("\n\n") if item.startswith("data: {")]
     pieces = [event["choices"][0]["delta"].get("content") for event in events if event["choices"]]
     assert [piece for piece in pieces if piece][-5:] == list("words")
+
+
+async def test_restored_pieces_go_out_as_they_come(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
+    """The answer is not collected first: what is certain is sent while the worker still works."""
+    more = asyncio.Event()
+
+    async def script(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
+        seen = orjson.loads(request.body)["messages"][0]["content"]
+        yield head(stream=True)
+        yield event(0, chat_chunk({"content": f"{seen}, and"}))
+        await more.wait()
+        yield event(1, chat_chunk({"content": " so on"}, "stop"))
+        yield finish()
+
+    worker.script = script
+    async with http.stream("POST", CHAT, json=chat(VALUES[1], stream=True)) as reply:
+        lines = reply.aiter_lines()
+        first = await asyncio.wait_for(anext(lines), 5)
+        assert f"{VALUES[1]}, and" in first
+        more.set()
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+
+
+async def test_garbage_from_a_worker_is_a_typed_error(
+    http: httpx.AsyncClient, worker: ScriptedWorker
+) -> None:
+    async def script(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
+        yield head(stream=True)
+        yield event(0, b'{"choices": [')
+        yield finish()
+
+    worker.script = script
+    reply = await http.post(CHAT, json=chat(TEXT, stream=True))
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "engine_failed"
 
 
 async def test_tool_arguments(http: httpx.AsyncClient, worker: ScriptedWorker) -> None:

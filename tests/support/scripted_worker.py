@@ -16,6 +16,7 @@ import orjson
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from sealmesh.protos.common.v1 import types_pb2
 from sealmesh.protos.inference.v1 import inference_pb2, inference_pb2_grpc
+from sealmesh.telemetry.runtime.server import server_options
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -122,8 +123,7 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
         self._server: grpc.aio.Server | None = None
 
     async def __aenter__(self) -> Self:
-        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 64 * 1024 * 1024)]
-        server = grpc.aio.server(options=options)
+        server = grpc.aio.server(options=server_options(64 * 1024 * 1024))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         target = f"127.0.0.1:{self._port}"
