@@ -44,7 +44,7 @@ class KVClientOptions:
     tls: TlsFiles | None
     lookup_deadline_s: float = 0.05
     load_deadline_s: float = 2.0
-    load_stall_s: float = 0.25
+    load_stall_s: float = 0.5
     save_deadline_s: float = 5.0
 
 
@@ -106,14 +106,18 @@ class KVStoreClient:
         if channel is not None:
             channel.close()
 
-    def lookup(self, namespace: str, keys: Sequence[bytes]) -> int | None:
-        """How many leading keys are present, or None when the store did not say so in time."""
+    def lookup(self, namespace: str, keys: Sequence[bytes], *, patient: bool = False) -> int | None:
+        """How many leading keys are present, or None when the store did not say so in time.
+
+        Args:
+            patient: Nobody waits for the answer: the deadline is that of a write.
+        """
         if not self.breaker.closed:
             return None
         try:
             response = self._ready_stub().LookupPrefix(
                 kvstore_pb2.LookupPrefixRequest(namespace=namespace, keys=keys),
-                timeout=self._options.lookup_deadline_s,
+                timeout=self._options.save_deadline_s if patient else self._options.lookup_deadline_s,
             )
         except _UNAVAILABLE:
             self.breaker.fail()

@@ -35,7 +35,7 @@ class KVConnectorConfig:
     tls_key: str = ""
     lookup_deadline_ms: int = 50
     load_deadline_ms: int = 2000
-    load_stall_ms: int = 250
+    load_stall_ms: int = 500
     save_deadline_ms: int = 5000
     save: bool = True
     save_queue_bytes: int = 256 << 20

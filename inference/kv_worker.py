@@ -249,7 +249,8 @@ class KVWorker:
                 replaced = {item.key for item in batch if item.key in self._mismatched}
             present = 0
             if not replaced:
-                present = self._client.lookup(scope.namespace, [item.key for item in batch]) or 0
+                keys = [item.key for item in batch]
+                present = self._client.lookup(scope.namespace, keys, patient=True) or 0
             missing = batch[present:]
             blocks: list[OutgoingBlock] = []
             for item in missing:

@@ -251,9 +251,7 @@ class EmbeddedRedis:
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     async def _wait_until_ready(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        client = Redis(
-            unix_socket_path=str(self._socket), socket_timeout=2.0, retry=Retry(NoBackoff(), 0)
-        )
+        client = Redis(unix_socket_path=str(self._socket), socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
         deadline = time.monotonic() + self._start_timeout_s
         exited = asyncio.create_task(process.wait())
         try:

@@ -14,6 +14,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from sealmesh.kvstore.bulk import BulkReader
 from sealmesh.kvstore.metrics import KVStoreMetrics
 from sealmesh.kvstore.store import PutOutcome, StoreStats, StoreUnavailableError
 from sealmesh.telemetry.attributes import Attribute, AttributeValue
@@ -24,7 +25,8 @@ _EXISTS_CHUNK = 64
 _EXISTS_CHUNKS_PER_PIPELINE = 64
 _TOUCH_CHUNK = 512
 _SCAN_COUNT = 1000
-_FIRST_READ_BATCH = 4
+# Small, so that the first bytes are soon on their way; the size of values then says how many fit.
+_FIRST_READ_BATCH = 1
 _MOST_READ_BATCH = 32
 
 
@@ -60,6 +62,7 @@ class RedisStore:
         self._tracing = tracing
         self._metrics = metrics
         self._client: Redis | None = None
+        self._bulk: BulkReader | None = None
         self._touches: set[asyncio.Task[None]] = set()
         self._address = ""
 
@@ -77,11 +80,19 @@ class RedisStore:
             retry=Retry(NoBackoff(), 0),
         )
         self._client = Redis(connection_pool=pool)
+        self._bulk = BulkReader(
+            pool,
+            connections=max(1, options.connections // 4),
+            timeout_s=options.command_timeout_ms / 1e3,
+        )
         await self.ping()
 
     async def close(self) -> None:
         for task in self._touches:
             task.cancel()
+        if self._bulk is not None:
+            self._bulk.close()
+            self._bulk = None
         if self._client is not None:
             client, self._client = self._client, None
             with contextlib.suppress(RedisError):
@@ -144,10 +155,10 @@ class RedisStore:
 
     async def read(
         self, namespace: str, keys: Sequence[bytes]
-    ) -> AsyncGenerator[tuple[int, bytes | None], None]:
+    ) -> AsyncGenerator[tuple[int, memoryview | None], None]:
         names = [_name(namespace, key) for key in keys]
         start, batch = 0, _FIRST_READ_BATCH
-        ahead: asyncio.Task[list[bytes | None]] | None = None
+        ahead: asyncio.Task[list[memoryview | None]] | None = None
         try:
             while start < len(names):
                 if ahead is None:
@@ -167,12 +178,11 @@ class RedisStore:
                 ahead.cancel()
                 await asyncio.gather(ahead, return_exceptions=True)
 
-    async def _get(self, names: Sequence[bytes]) -> list[bytes | None]:
+    async def _get(self, names: Sequence[bytes]) -> list[memoryview | None]:
         async with self._command("GET", len(names)):
-            pipeline = self._redis.pipeline(transaction=False)
-            for name in names:
-                pipeline.get(name)
-            return cast(list[bytes | None], await pipeline.execute())
+            if self._bulk is None:
+                raise StoreUnavailableError(f"the store at {self._address} is not connected")
+            return await self._bulk.get(names)
 
     async def put(self, namespace: str, key: bytes, value: bytes, *, replace: bool = False) -> PutOutcome:
         async with self._command("SET"):

@@ -187,14 +187,14 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
         )
 
 
-def _cut(index: int, value: bytes | None) -> Iterator[kvstore_pb2.GetBlocksResponse]:
+def _cut(index: int, value: memoryview | None) -> Iterator[kvstore_pb2.GetBlocksResponse]:
     if value is None:
         yield kvstore_pb2.GetBlocksResponse(index=index, missing=True, last=True)
         return
     for start in range(0, max(len(value), 1), PIECE_BYTES):
         yield kvstore_pb2.GetBlocksResponse(
             index=index,
-            data=value[start : start + PIECE_BYTES],
+            data=bytes(value[start : start + PIECE_BYTES]),
             size_bytes=len(value) if start == 0 else 0,
             last=start + PIECE_BYTES >= len(value),
         )

@@ -60,7 +60,9 @@ class Store(Protocol):
     async def count_prefix(self, namespace: str, keys: Sequence[bytes]) -> int:
         """How many leading keys are present; marks them as used."""
 
-    def read(self, namespace: str, keys: Sequence[bytes]) -> AsyncGenerator[tuple[int, bytes | None], None]:
+    def read(
+        self, namespace: str, keys: Sequence[bytes]
+    ) -> AsyncGenerator[tuple[int, memoryview | None], None]:
         """Yields (position, value or None when gone) in the order of the keys."""
 
     async def put(self, namespace: str, key: bytes, value: bytes, *, replace: bool = False) -> PutOutcome:

@@ -67,31 +67,35 @@ async def test_counts_the_leading_run(
     assert await store.count_prefix("tenant-b/1", keys_of(asked)) == 0
 
 
+async def values_of(store: RedisStore, numbers: list[int]) -> list[bytes | None]:
+    read = [item async for item in store.read(TENANT, keys_of(numbers))]
+    assert [index for index, _ in read] == list(range(len(numbers)))
+    return [None if value is None else bytes(value) for _, value in read]
+
+
 async def test_reads_in_order_and_tells_what_is_gone(store: RedisStore) -> None:
     values = {n: bytes([n]) * (n * 1000) for n in range(1, 60) if n % 7}
     for number, value in values.items():
         await store.put(TENANT, key_of(number), value)
 
-    read = [item async for item in store.read(TENANT, keys_of(range(1, 60)))]
-
-    assert [index for index, _ in read] == list(range(59))
-    assert {n: value for (i, value), n in zip(read, range(1, 60), strict=True) if value} == values
+    numbers = list(range(1, 60))
+    assert await values_of(store, numbers) == [values.get(number) for number in numbers]
 
 
 async def test_read_can_be_left_early(store: RedisStore) -> None:
     for number in range(20):
         await store.put(TENANT, key_of(number), b"x" * 1000)
     async with contextlib.aclosing(store.read(TENANT, keys_of(range(20)))) as reading:
-        assert await anext(reading) == (0, b"x" * 1000)
+        assert (await anext(reading))[0] == 0
     assert await store.count_prefix(TENANT, keys_of(range(20))) == 20
 
 
 async def test_keeps_what_exists_unless_told_to_replace(store: RedisStore) -> None:
     assert await store.put(TENANT, key_of(1), b"first") is PutOutcome.STORED
     assert await store.put(TENANT, key_of(1), b"second") is PutOutcome.EXISTING
-    assert [v async for _, v in store.read(TENANT, [key_of(1)])] == [b"first"]
+    assert await values_of(store, [1]) == [b"first"]
     assert await store.put(TENANT, key_of(1), b"third", replace=True) is PutOutcome.STORED
-    assert [v async for _, v in store.read(TENANT, [key_of(1)])] == [b"third"]
+    assert await values_of(store, [1]) == [b"third"]
 
 
 async def test_deletes_one_namespace_only(store: RedisStore) -> None:
