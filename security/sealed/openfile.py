@@ -8,8 +8,16 @@ from pathlib import Path
 
 from sealmesh.security.errors import integrity_failure
 from sealmesh.security.files import Folder, pread_exactly, pread_into
-from sealmesh.security.memory import Region, Secret
-from sealmesh.security.sealed.format import MAC_BYTES, PREAMBLE_BYTES, FileKeys, chunk_aad, chunk_nonce
+from sealmesh.security.memory import Region, Secret, wipe
+from sealmesh.security.sealed.format import (
+    MAC_BYTES,
+    PREAMBLE_BYTES,
+    EntryKind,
+    FileKeys,
+    FileKind,
+    chunk_aad,
+    chunk_nonce,
+)
 from sealmesh.security.sealed.index import Chunk, FileIndex, Preamble
 from sealmesh.security.sealed.manifest import Manifest, ManifestFile
 from sealmesh.security.sm4.engine import TAG_BYTES, Sm4GcmCipher, Sm4GcmEngine, TagMismatchError
@@ -79,7 +87,7 @@ class OpenFile:
             raise
 
     def unlock(self, data_key: Secret, engine: Sm4GcmEngine) -> None:
-        """Derives the file's keys, checks the index's MAC and reads the tags."""
+        """Derives the file's keys, checks the MAC of the index and the header, and reads the tags."""
         keys = FileKeys(data_key, self.index.preamble.model_id, self.index.preamble.file_id)
         try:
             mac = pread_exactly(self._fd, MAC_BYTES, len(self.index.encoded), self.path)
@@ -91,6 +99,19 @@ class OpenFile:
             self._cipher = engine.new_cipher(keys.chunk_key)
         finally:
             keys.close()
+        if self.listed.kind is FileKind.TENSORS:
+            self._check_headers()
+
+    def _check_headers(self) -> None:
+        """Opens and drops the safetensors header, which no reader of tensors would ever look at."""
+        scratch = bytearray(self.index.preamble.chunk_bytes)
+        try:
+            for number, entry in enumerate(self.index.entries):
+                if entry.kind is EntryKind.RAW:
+                    for chunk in self.index.chunks_of(number):
+                        self.open_chunk(chunk, Region.of(scratch).slice(0, chunk.size_bytes))
+        finally:
+            wipe(scratch)
 
     def open_chunk(self, chunk: Chunk, region: Region) -> None:
         """Reads a chunk into the region (of the chunk's size) and decrypts it there.

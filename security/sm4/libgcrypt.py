@@ -81,11 +81,17 @@ class LibGcrypt:
 
     @staticmethod
     def _find() -> ctypes.CDLL:
-        found = ctypes.util.find_library("gcrypt")
         reason = "not found"
-        for name in (*_NAMES, *([found] if found else [])):
+        for name in _NAMES:
             try:
                 return ctypes.CDLL(name)
+            except OSError as exc:
+                reason = str(exc)
+        # Last, because it starts ldconfig or a compiler to look for it.
+        found = ctypes.util.find_library("gcrypt")
+        if found is not None:
+            try:
+                return ctypes.CDLL(found)
             except OSError as exc:
                 reason = str(exc)
         raise EngineUnavailableError(

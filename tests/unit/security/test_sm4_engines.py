@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sealmesh.security.memory import RawMemory, Region, Secret, wipe
 from sealmesh.security.sm4 import libgcrypt
@@ -56,6 +56,7 @@ def test_gcm_vector(engine: Sm4GcmEngine, vector: dict[str, str]) -> None:
     ),
     shift=st.integers(0, 17),
 )
+@settings(deadline=None)
 def test_engines_agree_at_any_length_and_alignment(
     key: bytes, nonce: bytes, aad: bytes, plaintext: bytes, shift: int
 ) -> None:
@@ -235,6 +236,7 @@ def test_sm3_vector(vector: dict[str, str]) -> None:
 
 
 @given(parts=st.lists(st.binary(max_size=200), max_size=5))
+@settings(deadline=None)
 def test_bulk_sm3_equals_openssl(parts: list[bytes]) -> None:
     bulk = bulk_sm3()()
     for number, part in enumerate(parts):
