@@ -70,8 +70,8 @@ class Slot:
             check=cursor.take(DIGEST_BYTES),
             wrapped_key=cursor.take(DATA_KEY_BYTES + TAG_BYTES),
         )
-        if len(slot.parameters) > _MAX_PARAMETERS_BYTES:
-            raise integrity_failure(f"{cursor.what} has a slot with over-long parameters")
+        if len(slot.parameters) > _MAX_PARAMETERS_BYTES or len(slot.label.encode("utf-8")) > _MAX_LABEL_BYTES:
+            raise integrity_failure(f"{cursor.what} has a slot with over-long parameters or label")
         return slot
 
     def derive(self, secret: Secret, model_id: bytes) -> tuple[bytearray, bytes]:

@@ -193,8 +193,10 @@ class FileIndex:
         padding = cursor.rest()
         if len(padding) >= DATA_ALIGNMENT_BYTES or any(padding):
             raise integrity_failure(f"index of {what} has bytes behind its last entry")
-        if preamble.kind is FileKind.BLOB and [entry.kind for entry in entries] != [EntryKind.RAW]:
-            raise integrity_failure(f"index of {what} is not that of a single file")
+        kinds = [entry.kind for entry in entries]
+        further = len(kinds) - 1 if preamble.kind is FileKind.TENSORS else 0
+        if kinds != [EntryKind.RAW] + [EntryKind.TENSOR] * further:
+            raise integrity_failure(f"index of {what} has entries that do not suit its kind")
         return cls(
             preamble,
             path,

@@ -396,7 +396,7 @@ def build_index(entries: list[Entry], kind: FileKind = FileKind.TENSORS) -> File
         chunk_bytes=CHUNK_BYTES,
         path="x",
         model_version=1,
-        entries=entries,
+        entries=[Entry(EntryKind.RAW, "", "", (), 8), *entries],
     )
 
 
@@ -409,6 +409,7 @@ def build_index(entries: list[Entry], kind: FileKind = FileKind.TENSORS) -> File
         Entry(EntryKind.TENSOR, "t" * 2000, "U8", (4,), 4),
         Entry(EntryKind.TENSOR, "t", "U8", (1,) * 33, 1),
         Entry(EntryKind.RAW, "named", "", (), 4),
+        Entry(EntryKind.RAW, "", "", (), 4),
     ],
 )
 def test_edited_dtypes_shapes_and_names_do_not_even_parse(entry: Entry) -> None:

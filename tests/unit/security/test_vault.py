@@ -36,6 +36,7 @@ from sealmesh.telemetry.runtime.server import ServiceServer
 from sealmesh.telemetry.telemetry import Telemetry
 from sealmesh.telemetry.tracing import Tracing
 
+from tests.support.service_process import ServiceProcess
 from tests.unit.security.conftest import SAMPLE_FILES, SAMPLE_TENSORS, Lab
 
 HANDLE = "0123456789abcdef" * 2
@@ -468,6 +469,31 @@ def test_a_vault_with_a_passphrase(lab: Lab, tmp_path: Path) -> None:
         ):
             pytest.fail("a model of another root was opened")
     assert vault.audit()[-1]["outcome"] == "OUTCOME_FAILED"
+
+
+def test_the_vault_as_a_process(lab: Lab, tmp_path: Path) -> None:
+    vault = RunningVault(lab, tmp_path)
+    vault.add_model()
+    flags = [
+        *("--models-dir", str(vault.models), "--state-dir", str(vault.state)),
+        *("--root-key-file", str(lab.root_key_file), "--verifying-key-file", str(lab.verifying_key_file)),
+        *("--allow", '{"model": ["worker/*"]}'),
+    ]
+    with ServiceProcess("sealmesh.security.vault", ("vault", "local"), vault.authority, flags) as process:
+        vault.address = process.grpc_address
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        assert [line.split()[4:6] for line in limits.splitlines() if "core file" in line] == [["0", "0"]]
+        with (
+            vault.client() as client,
+            open_remote_model(client, "model", pinned=[lab.verifying_key]) as model,
+        ):
+            assert len(model.tensors()) == len(SAMPLE_TENSORS)
+            key = bytes(client.release_key(client.open_model("model").lease))
+        assert process.stop() == 0
+        log = "\n".join(process.log)
+    assert "key released" in log
+    assert key.hex() not in log
+    assert not any(key in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 # --- parts ---------------------------------------------------------------------------------------------
