@@ -56,11 +56,14 @@ class EngineCall:
     _prompts: list[_Prompt] = field(default_factory=list)
     _pending: dict[int, deque[Sequence[int]]] = field(default_factory=dict)
 
-    def begin(self, engine_request_id: str, choices: int) -> int:
-        """Notes a new engine request; returns its number, from 0."""
-        self.unfinished.add(engine_request_id)
+    def begin(self, choices: int) -> int:
+        """Notes that an engine request is being made; returns its number, from 0."""
         self._prompts.append(_Prompt(choices))
         return len(self._prompts) - 1
+
+    def submit(self, engine_request_id: str) -> None:
+        """Notes that an engine request goes to the engine."""
+        self.unfinished.add(engine_request_id)
 
     def end(self, engine_request_id: str) -> None:
         """Notes that an engine request is over."""

@@ -48,6 +48,8 @@ class EngineTap:
         self._model = model
         self._tracing = tracing
         self._metrics = metrics
+        self.active = 0
+        """Engine requests under way."""
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, *args: Any, **kwargs: Any
@@ -57,12 +59,9 @@ class EngineTap:
         if call is None:
             return self._generate(prompt, sampling_params, request_id, *args, **kwargs)
         # Now and not when the generator first runs: prompts are numbered in the order of the calls.
-        number = call.begin(request_id, sampling_params.n or 1)
-        span = self._tracing.tracer.start_span(SPAN_NAME, context=call.parent, kind=SpanKind.INTERNAL)
-        set_attributes(span, {Attribute.GEN_AI_MODEL: self._model})
-        _set_transfer_params(call, span, sampling_params)
+        number = call.begin(sampling_params.n or 1)
         source = self._generate(prompt, sampling_params, request_id, *args, **kwargs)
-        return self._observe(source, call, number, request_id, span, sampling_params)
+        return self._observe(source, call, number, request_id, sampling_params)
 
     async def _observe(
         self,
@@ -70,10 +69,15 @@ class EngineTap:
         call: EngineCall,
         number: int,
         request_id: str,
-        span: Span,
         sampling_params: SamplingParams,
     ) -> AsyncGenerator[RequestOutput, None]:
+        # The source has not run yet, so the engine has not seen the parameters either.
+        span = self._tracing.tracer.start_span(SPAN_NAME, context=call.parent, kind=SpanKind.INTERNAL)
+        set_attributes(span, {Attribute.GEN_AI_MODEL: self._model})
+        _set_transfer_params(call, span, sampling_params)
         record = _Record(span, self._metrics)
+        call.submit(request_id)
+        self.active += 1
         cumulative = getattr(sampling_params.output_kind, "name", "") == "CUMULATIVE"
         seen: dict[int, int] = {}
         try:
@@ -98,6 +102,7 @@ class EngineTap:
             record.failed(exc)
             raise
         finally:
+            self.active -= 1
             call.end(request_id)
             record.close()
 

@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import grpc
+from sealmesh.inference.devices import Device
 from sealmesh.telemetry.runtime.errors import SealmeshError
 
-__all__ = ["check_plain_folder", "converted_bytes", "plain_weights_digest", "weight_bytes"]
+__all__ = [
+    "check_plain_folder",
+    "computation_dtype",
+    "converted_bytes",
+    "own_dtype",
+    "plain_weights_digest",
+    "weight_bytes",
+]
 
 # Bytes of an element, by the names that safetensors and config.json use.
 _WIDTHS: Final[Mapping[str, int]] = {
@@ -41,6 +49,25 @@ def check_plain_folder(folder: Path) -> None:
         raise _invalid(f"{config} names no architecture")
     if not any(folder.glob("*.safetensors")):
         raise _invalid(f"{folder} holds no weights: it has no *.safetensors file")
+
+
+def computation_dtype(folder: Path, device: Device) -> str:
+    """The vLLM dtype in which a device computes the model of a folder when none is asked for."""
+    own = own_dtype(folder)
+    return own if own == "auto" else device.dtype(own)
+
+
+def own_dtype(folder: Path) -> str:
+    """Number format that config.json names, for example "bfloat16"; empty when it names none.
+
+    "auto" for a quantised model, whose kernels decide.
+    """
+    document = json.loads((folder / "config.json").read_bytes())
+    if document.get("quantization_config"):
+        return "auto"
+    # transformers 4 wrote torch_dtype.
+    named = document.get("dtype") or document.get("torch_dtype") or ""
+    return named if isinstance(named, str) else ""
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:

@@ -27,6 +27,7 @@ from sealmesh.telemetry.runtime.http import AsgiApp
 from sealmesh.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
+    from sealmesh.inference.engine_tap import EngineTap
     from sealmesh.inference.step_log import StepCounter
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -51,7 +52,7 @@ class EnginePlan:
         folder: model folder for vLLM: configuration and tokenizer, and the weights unless they are sealed.
         version: of the sealed model; empty for a plain one.
         device: family to run on.
-        dtype: vLLM dtype name, or "auto" for the device's choice.
+        dtype: vLLM dtype name; "auto" leaves it to vLLM.
         max_model_len: tokens, or None for the model's own.
         kv_cache_gib: space for the KV cache.
         weight_bytes: size of the weights in `dtype`, for the memory check.
@@ -100,6 +101,7 @@ class VllmEngine:
         self._app: AsgiApp | None = None
         self._facts: ModelFacts | None = None
         self._counter: StepCounter | None = None
+        self._tap: EngineTap | None = None
 
     async def start(self) -> None:
         plan = self._plan = await in_daemon_thread(self._prepare)
@@ -134,7 +136,10 @@ class VllmEngine:
 
     @property
     def load(self) -> EngineLoad:
-        return self._counter.load if self._counter is not None else EngineLoad()
+        # An engine that has nothing left to do reports no more: its last word may be a request since aborted.
+        if self._counter is None or self._tap is None or self._tap.active == 0:
+            return EngineLoad()
+        return self._counter.load
 
     @property
     def steps(self) -> int:
@@ -248,7 +253,7 @@ class VllmEngine:
             raise _start_failure(plan, exc) from exc
         self._client = client
         await client.reset_mm_cache()
-        tap = EngineTap(client.generate, plan.model, self._telemetry.tracing, self._metrics)
+        tap = self._tap = EngineTap(client.generate, plan.model, self._telemetry.tracing, self._metrics)
         client.generate = tap.generate
         self._app = await _openai_app(client, args)
         self._facts = ModelFacts(
@@ -263,7 +268,6 @@ class VllmEngine:
 
 
 def _arguments(plan: EnginePlan) -> dict[str, EngineArgument]:
-    dtype = plan.dtype if plan.dtype != "auto" else plan.device.dtype()
     return {
         **plan.device.engine_args(),
         "enable_prompt_tokens_details": True,
@@ -271,7 +275,7 @@ def _arguments(plan: EnginePlan) -> dict[str, EngineArgument]:
         **plan.arguments,
         "model": str(plan.folder),
         "served_model_name": [plan.model],
-        "dtype": dtype,
+        "dtype": plan.dtype,
         "max_model_len": plan.max_model_len,
         # Stored blocks are found again only under a hash that every process computes alike.
         "prefix_caching_hash_algo": "sha256_cbor",

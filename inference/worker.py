@@ -15,6 +15,7 @@ from sealmesh.inference.devices import DeviceError, detect_device
 from sealmesh.inference.in_flight import InFlight
 from sealmesh.inference.model_folder import (
     check_plain_folder,
+    computation_dtype,
     converted_bytes,
     plain_weights_digest,
     weight_bytes,
@@ -85,8 +86,11 @@ def prepare_engine(settings: WorkerSettings) -> EnginePlan:
         device = detect_device(settings.device)
     except DeviceError as exc:
         raise _invalid(str(exc)) from None
-    dtype = settings.dtype if settings.dtype != "auto" else device.dtype()
-    model = _sealed_model(settings, dtype) if settings.sealed else _plain_model(settings, dtype)
+
+    def dtype_of(folder: Path) -> str:
+        return settings.dtype if settings.dtype != "auto" else computation_dtype(folder, device)
+
+    model = (_sealed_model if settings.sealed else _plain_model)(settings, dtype_of)
     arguments: dict[str, EngineArgument] = {**settings.engine_args, **model.arguments}
     if settings.kvstore_address:
         arguments["kv_transfer_config"] = _kv_transfer(settings, model.digest())
@@ -95,7 +99,7 @@ def prepare_engine(settings: WorkerSettings) -> EnginePlan:
         folder=model.folder,
         version=model.version,
         device=device,
-        dtype=dtype,
+        dtype=model.dtype,
         max_model_len=settings.max_model_len,
         kv_cache_gib=settings.kv_cache_gib,
         weight_bytes=model.weight_bytes,
@@ -113,6 +117,7 @@ class _Model:
     folder: Path
     private: Path
     version: str
+    dtype: str
     weight_bytes: int
     arguments: Mapping[str, EngineArgument]
     digest: Callable[[], str]
@@ -120,16 +125,18 @@ class _Model:
     release: Callable[[], None]
 
 
-def _plain_model(settings: WorkerSettings, dtype: str) -> _Model:
+def _plain_model(settings: WorkerSettings, dtype_of: Callable[[Path], str]) -> _Model:
     if settings.model_dir is None:
         raise _invalid("set worker.vault_address or worker.model_dir")
     folder = settings.model_dir.resolve()
     check_plain_folder(folder)
+    dtype = dtype_of(folder)
     private = Path(tempfile.mkdtemp(prefix="sealmesh-worker-", dir=settings.private_dir))
     return _Model(
         folder=folder,
         private=private,
         version="",
+        dtype=dtype,
         weight_bytes=weight_bytes(folder, dtype),
         arguments={},
         digest=lambda: plain_weights_digest(folder),
@@ -137,7 +144,7 @@ def _plain_model(settings: WorkerSettings, dtype: str) -> _Model:
     )
 
 
-def _sealed_model(settings: WorkerSettings, dtype: str) -> _Model:
+def _sealed_model(settings: WorkerSettings, dtype_of: Callable[[Path], str]) -> _Model:
     """Verifies the model, and opens its configuration and tokenizer into memory; weights stay sealed."""
     files = TlsFiles.from_settings(settings)
     key_file = settings.verifying_key_file
@@ -152,6 +159,7 @@ def _sealed_model(settings: WorkerSettings, dtype: str) -> _Model:
         folder = materialise(
             sealed, base=settings.private_dir, allow_code=bool(settings.engine_args.get("trust_remote_code"))
         )
+        dtype = dtype_of(folder.path)
         version = sm3(sealed.manifest.encoded).hex()
         size = sum(converted_bytes(info.dtype, info.size_bytes, dtype) for info in sealed.tensors())
     options = SealedLoadOptions(
@@ -168,6 +176,7 @@ def _sealed_model(settings: WorkerSettings, dtype: str) -> _Model:
         folder=folder.path,
         private=folder.path,
         version=version,
+        dtype=dtype,
         weight_bytes=size,
         arguments={"load_format": LOAD_FORMAT, "model_loader_extra_config": {**options.to_extra_config()}},
         digest=lambda: version,

@@ -126,6 +126,7 @@ class BareServer:
         """Raises BenchError when it does not come up."""
         from sealmesh.inference.devices import detect_device
         from sealmesh.inference.engine_args import command_line
+        from sealmesh.inference.model_folder import computation_dtype
 
         options, device = self._options, detect_device()
         arguments = command_line(
@@ -133,7 +134,7 @@ class BareServer:
                 **device.engine_args(),
                 "enable_prompt_tokens_details": True,
                 "served_model_name": [options.model_name],
-                "dtype": device.dtype(),
+                "dtype": computation_dtype(options.plain_model, device),
                 "max_model_len": options.max_model_len,
                 "prefix_caching_hash_algo": "sha256_cbor",
                 "host": "127.0.0.1",

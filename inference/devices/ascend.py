@@ -35,8 +35,8 @@ class AscendDevice:
         count = sum(path.name[len("davinci") :].isdigit() for path in (self._root / "dev").glob("davinci*"))
         return f"ascend, {count} NPUs"
 
-    def dtype(self) -> str:
-        return "bfloat16"
+    def dtype(self, own: str = "") -> str:
+        return "float16" if own == "float16" else "bfloat16"
 
     def environment(self, kv_cache_gib: int) -> Mapping[str, str]:
         # The allocator setting that vllm-ascend recommends against fragmentation.

@@ -53,8 +53,12 @@ class Device(Protocol):
     def describe(self) -> str:
         """What was detected, one line for people."""
 
-    def dtype(self) -> str:
-        """The number format to compute in when none is asked for: a vLLM dtype name."""
+    def dtype(self, own: str = "") -> str:
+        """The number format to compute in when none is asked for: a vLLM dtype name.
+
+        Args:
+            own: the model's own format, as its config.json names it; empty when it names none.
+        """
 
     def environment(self, kv_cache_gib: int) -> Mapping[str, str]:
         """Environment variables to set before vLLM is imported; ones that the user set are kept."""

@@ -39,7 +39,7 @@ class CudaDevice:
                     models.append(line.partition(":")[2].strip())
         return f"cuda, {len(models)} GPUs: {', '.join(models)}" if models else "cuda"
 
-    def dtype(self) -> str:
+    def dtype(self, own: str = "") -> str:
         # The model's own; every GPU that vLLM supports has it in hardware or is told apart by vLLM.
         return "auto"
 

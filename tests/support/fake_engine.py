@@ -57,7 +57,8 @@ class FakeEngine:
     async def generate(
         self, call: EngineCall, prompt: Sequence[int], sampling: Sampling
     ) -> AsyncGenerator[Delta, None]:
-        call.begin(call.request_id, 1)
+        call.begin(1)
+        call.submit(call.request_id)
         call.note_prompt(0, len(prompt), 1)
         try:
             tokens = self.tokens[: sampling.max_tokens]
@@ -111,7 +112,8 @@ class FakeEngine:
         call = current_call()
         assert call is not None
         choices = body.get("n") or 1
-        call.begin("engine-" + call.request_id, choices)
+        call.begin(choices)
+        call.submit("engine-" + call.request_id)
         call.note_prompt(0, 7, 3)
         stream = bool(body.get("stream"))
         if stream:

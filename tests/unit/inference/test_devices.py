@@ -14,19 +14,23 @@ def cpu(*flags: str, cores: int = 8, memory: int = 16 * GIB) -> CpuDevice:
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype"),
+    ("flags", "own", "dtype"),
     [
-        ((), "float32"),
-        (("avx2",), "float32"),
-        (("avx2", "avx512f"), "float32"),
-        (("avx2", "avx512f", "avx512_bf16"), "bfloat16"),
-        (("amx_bf16",), "bfloat16"),
-        (("asimd", "bf16"), "bfloat16"),
-        (("asimd",), "float32"),
+        ((), "bfloat16", "float32"),
+        (("avx2", "avx512f"), "bfloat16", "float32"),
+        (("avx512f", "avx512_bf16"), "bfloat16", "bfloat16"),
+        (("amx_bf16",), "", "bfloat16"),
+        (("asimd", "bf16"), "bfloat16", "bfloat16"),
+        (("asimd",), "bfloat16", "float32"),
+        # Never the other half-width format: it would change answers.
+        (("amx_bf16", "avx512_bf16"), "float16", "float32"),
+        (("amx_bf16", "avx512_fp16"), "float16", "float16"),
+        (("avx512_fp16",), "bfloat16", "float32"),
+        (("amx_bf16",), "float32", "float32"),
     ],
 )
-def test_the_number_format_follows_the_hardware(flags: tuple[str, ...], dtype: str) -> None:
-    assert cpu(*flags).dtype() == dtype
+def test_the_number_format_follows_model_and_hardware(flags: tuple[str, ...], own: str, dtype: str) -> None:
+    assert cpu(*flags).dtype(own) == dtype
 
 
 def test_few_cores_keep_one_to_compute_on() -> None:

@@ -2,7 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
-from sealmesh.inference.model_folder import check_plain_folder, plain_weights_digest, weight_bytes
+from sealmesh.inference.model_folder import (
+    check_plain_folder,
+    own_dtype,
+    plain_weights_digest,
+    weight_bytes,
+)
 from sealmesh.telemetry.runtime.errors import SealmeshError
 
 
@@ -28,6 +33,21 @@ def test_size_in_the_computations_format(folder: Path) -> None:
     assert weight_bytes(folder, "auto") == 93
     assert weight_bytes(folder, "float32") == 40 + 40 + 16 + 20 + 7
     assert weight_bytes(folder, "bfloat16") == 20 + 20 + 16 + 10 + 7
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, ""),
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": 7}, ""),
+        ({"dtype": "float16", "quantization_config": {"quant_method": "awq"}}, "auto"),
+    ],
+)
+def test_the_models_own_format(folder: Path, config: dict[str, object], dtype: str) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    assert own_dtype(folder) == dtype
 
 
 def test_a_good_folder_passes(folder: Path) -> None:

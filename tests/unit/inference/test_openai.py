@@ -56,14 +56,13 @@ async def test_tokens_that_made_no_event_go_with_the_next_one() -> None:
 
         call = current_call()
         assert call is not None
-        call.begin("e", 1)
+        call.begin(1)
         await begin(send, 200, "text/event-stream")
         call.note_tokens(0, 0, [1])
         await event(send, {"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
         call.note_tokens(0, 0, [2])
         call.note_tokens(0, 0, [3, 4])
         await event(send, {"choices": [{"index": 0, "delta": {"content": "x"}}]})
-        call.end("e")
         await chunk(send, b"data: [DONE]\n\n", more=False)
 
     engine.respond = respond
