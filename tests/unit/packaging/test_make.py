@@ -15,11 +15,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def surroundings() -> dict[str, str]:
+    """This process's environment without what a make around the tests has put there."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MAKE") and name not in ("MFLAGS", "VENV", "PYTHON", "ARGS")
+    }
+
+
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", *arguments]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env=environment
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env=surroundings()
     )
 
 
@@ -47,11 +55,10 @@ def test_the_default_environment_is_bootstrapped_first() -> None:
 @contextmanager
 def make_up(environment: Path) -> Iterator[subprocess.Popen[str]]:
     """`make up` with a stand-in for sealmesh, in a process group of its own as a terminal would."""
-    child = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     process = subprocess.Popen(
         ["make", "up", f"VENV={environment}"],
         cwd=ROOT,
-        env=child,
+        env=surroundings(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
