@@ -174,6 +174,13 @@ def seal_folder(
     )
 
 
+def _open_source(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise invalid_request(f"cannot read {path}: {exc.strerror}") from exc
+
+
 class _FolderSealer:
     """Seals the files of one model one after another, the chunks of each in parallel.
 
@@ -213,7 +220,7 @@ class _FolderSealer:
         target = self._target / (file.path + ".sealed")
         target.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            source_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            source_fd = _open_source(path)
             stack.callback(os.close, source_fd)
             index = self._lay_out(number, file, source_fd, path)
             keys = FileKeys(self._data_key, self._model_id, index.preamble.file_id)

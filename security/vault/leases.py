@@ -44,7 +44,6 @@ class LeaseTable:
     def open(self, holder: PeerIdentity, entry: CatalogEntry) -> Lease:
         """A new lease; raises OVERLOADED when too many are open."""
         now = self._clock()
-        # Insertion order is order of expiry, because all leases last equally long.
         for lease_id in [lease.lease_id for lease in self._leases.values() if lease.expires_at_s <= now]:
             del self._leases[lease_id]
         if len(self._leases) >= self._max_leases:
