@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Traces of recent requests.")
 
+_FRONT = "gateway"
+_MANY = 100_000
+
 LAST_EPILOG = """
 Examples:\n
   sealmesh chat Hi && sealmesh trace last\n
@@ -28,8 +31,7 @@ Examples:\n
 @app.command("last", epilog=LAST_EPILOG)
 def last(state_dir: StateOption = None, as_json: JsonOption = False) -> None:
     """Draw the trace of the newest request."""
-    store = _store(state_dir)
-    found = store.newest(1)
+    found = _requests(_store(state_dir), 1)
     if not found:
         raise CommandError(
             "there is no trace yet: send a request first (with an OTLP endpoint set, look there)"
@@ -40,12 +42,16 @@ def last(state_dir: StateOption = None, as_json: JsonOption = False) -> None:
 @app.command("list")
 def list_traces(
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many.")] = 20,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what services do by themselves: probes, loading.")
+    ] = False,
     state_dir: StateOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List recent traces, newest first."""
     terminal = Terminal()
-    traces = _store(state_dir).newest(count)
+    store = _store(state_dir)
+    traces = store.newest(count) if everything else _requests(store, count)
     rows = [
         {
             "trace_id": trace.trace_id,
@@ -81,6 +87,12 @@ def show(
     if trace is None:
         raise CommandError(f"{trace_id!r} names no trace, or more than one; `sealmesh trace list` shows them")
     _show(trace, as_json=as_json)
+
+
+def _requests(store: TraceStore, count: int) -> list[Trace]:
+    """The newest traces of callers' requests: those that begin at the gateway."""
+    traces = store.newest(_MANY)
+    return [trace for trace in traces if trace.spans[0].service == _FRONT][:count]
 
 
 def _store(state_dir: Path | None) -> TraceStore:
