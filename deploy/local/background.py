@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from datetime import datetime
 from pathlib import Path
 
 from sealmesh.deploy.local.mesh_config import plan_mesh, read_mesh_config
@@ -20,16 +21,20 @@ class _PlainListener:
     """Prints the life of the mesh; the services' own lines are in their log files."""
 
     def service_changed(self, service: Service, message: str) -> None:
-        print(f"{service.spec.name}: {message}", flush=True)
+        _say(f"{service.spec.name}: {message}")
 
     def log_line(self, service: str, line: str) -> None:
         pass
 
     def mesh_ready(self, elapsed_s: float) -> None:
-        print(f"ready after {elapsed_s:.1f} s", flush=True)
+        _say(f"ready after {elapsed_s:.1f} s")
 
     def stopping(self, reason: str) -> None:
-        print(f"stopping: {reason}", flush=True)
+        _say(f"stopping: {reason}")
+
+
+def _say(message: str) -> None:
+    print(f"{datetime.now():%H:%M:%S.%f}"[:12], message, flush=True)
 
 
 def describe_failure(failure: Failure, log: Path) -> str:

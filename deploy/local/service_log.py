@@ -6,6 +6,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from datetime import datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class ServiceLog:
 
     def note(self, line: str) -> None:
         """Adds a line of the supervisor's own to the file, not to the tail."""
-        self._to_file(f"[supervisor] {line}")
+        self._to_file(f"{datetime.now():%H:%M:%S.%f}"[:12] + f" [supervisor] {line}")
 
     def close(self) -> None:
         if self._partial:
