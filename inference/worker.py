@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from sealmesh.inference.devices import DeviceError, detect_device
 from sealmesh.inference.in_flight import InFlight
+from sealmesh.inference.kv_config import KVConnectorConfig
 from sealmesh.inference.model_folder import (
     check_plain_folder,
     computation_dtype,
@@ -196,6 +197,11 @@ def _kv_transfer(settings: WorkerSettings, digest: str) -> dict[str, EngineArgum
         extra["otlp_endpoint"] = settings.otlp_endpoint
     if settings.trace_dir is not None:
         extra["trace_dir"] = str(settings.trace_dir)
+    try:
+        # Here rather than in the engine process, where a person would not see the reason.
+        KVConnectorConfig.parse(extra)
+    except ValueError as exc:
+        raise _invalid(str(exc)) from None
     return {
         "kv_connector": _CONNECTOR,
         "kv_connector_module_path": _CONNECTOR_MODULE,

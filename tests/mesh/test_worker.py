@@ -211,7 +211,8 @@ async def test_a_stream_says_the_same_in_pieces(client: Client) -> None:
     assert streamed.tokens == whole.tokens
     # Nobody asked for usage or token ids: the events show neither, the finish counts all the same.
     assert all(document["choices"] and "usage" not in document for document in streamed.documents)
-    assert all("prompt_token_ids" not in document for document in streamed.documents)
+    assert all(document.get("prompt_token_ids") is None for document in streamed.documents)
+    assert all(document["choices"][0].get("token_ids") is None for document in streamed.documents)
     assert streamed.finish is not None
     assert whole.finish is not None
     assert streamed.finish.usage == whole.finish.usage
