@@ -15,5 +15,6 @@ call() {
     echo
 }
 
-call "models/$model:generateText" '{"prompt": "The capital of France is", "sampling": {"maxTokens": 8}}'
+call "models/$model:generateText" \
+    '{"prompt": "The capital of France is", "sampling": {"maxTokens": 8, "temperature": 0}}'
 call "text:mask" '{"text": "我的手机是13800138000"}'
