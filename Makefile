@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# Tests of `make test-fast` that run at once, by file; `make test` runs one after another beside the engine.
+JOBS ?= 2
 
 ifeq ($(VENV),.venv)
 bootstrap = $(PYTHON) deploy/packaging/bootstrap.py
@@ -31,7 +33,7 @@ test: dev ## Run every test, the real engine's included (under 40 minutes)
 	$(PYTEST) -m "not full"
 
 test-fast: dev ## Run the tests that need no engine (under 2 minutes)
-	$(PYTEST) -m "not full and not engine" --ignore=tests/mesh
+	$(PYTEST) -m "not full and not engine" --ignore=tests/mesh --numprocesses=$(JOBS) --dist=loadfile
 
 test-full: dev ## Run everything, the long tests too
 	$(PYTEST)
@@ -47,6 +49,7 @@ protos: dev ## Generate protos/gen from protos/sealmesh
 	$(BIN)/python protos/generate.py
 
 requirements: dev ## Compile the pinned requirement files (ARGS=--upgrade for newer versions)
+	@$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r deploy/packaging/requirements/uv.txt
 	$(BIN)/python deploy/packaging/requirements/compile.py $(ARGS)
 
 clean: ## Remove the environment and all caches; .sealmesh (keys, models, KV data) stays

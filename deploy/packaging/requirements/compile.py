@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,14 @@ def _without_comments(path: Path) -> Iterable[str]:
     return (line for line in path.read_text().splitlines(keepends=True) if not line.startswith("#"))
 
 
+def _uv() -> str:
+    beside = Path(sys.executable).parent / "uv"
+    found = str(beside) if beside.is_file() else shutil.which("uv")
+    if found is None:
+        raise SystemExit("requirements: uv is not installed: run `make requirements`, which installs it")
+    return found
+
+
 def compile_file(target: Path, sources: Sequence[str], options: Sequence[str], skip: set[str]) -> int:
     """Resolve ``sources`` and write ``target`` without the packages in ``skip``. Returns how many it pins.
 
@@ -103,7 +112,7 @@ def compile_file(target: Path, sources: Sequence[str], options: Sequence[str], s
             output.write_text("".join(_without_comments(target)))  # uv keeps the versions it finds here
         subprocess.run(
             [
-                *("uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"),
+                *(_uv(), "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"),
                 *("--generate-hashes", "--no-header", "--annotation-style", "line"),
                 *options,
                 *("--output-file", str(output), *sources),
