@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
@@ -14,6 +15,7 @@ __all__ = ["AsgiCall", "BodyReader", "ResponseStart"]
 Item = TypeVar("Item")
 _Item_co = TypeVar("_Item_co", covariant=True)
 
+_log = logging.getLogger("sealmesh.worker.openai")
 # Events that may wait for a slow reader; then the application waits in turn.
 _QUEUE_MESSAGES: Final = 64
 # From the disconnect message to cancelling an application that does not heed it.
@@ -113,6 +115,9 @@ class AsgiCall(Generic[Item]):
         if not done:
             task.cancel()
             await asyncio.wait((task,), timeout=_UNWIND_S)
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            # Raised to the consumer already, or nothing to one that left; its text may quote a request.
+            _log.debug("the application ended with %s", type(error).__name__)
 
     async def start(self) -> ResponseStart:
         """Waits for the head of the response.

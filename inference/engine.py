@@ -81,6 +81,10 @@ class Engine(Protocol):
         """How busy the engine is."""
 
     @property
+    def unfinished(self) -> int:
+        """Requests that the engine has yet to complete; one whose answer waits for a slow reader is none."""
+
+    @property
     def steps(self) -> int:
         """Engine steps completed since the start; stands still while nothing runs."""
 

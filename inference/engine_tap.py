@@ -48,8 +48,6 @@ class EngineTap:
         self._model = model
         self._tracing = tracing
         self._metrics = metrics
-        self.active = 0
-        """Engine requests under way."""
 
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, *args: Any, **kwargs: Any
@@ -77,7 +75,6 @@ class EngineTap:
         _set_transfer_params(call, span, sampling_params)
         record = _Record(span, self._metrics)
         call.submit(request_id)
-        self.active += 1
         cumulative = getattr(sampling_params.output_kind, "name", "") == "CUMULATIVE"
         seen: dict[int, int] = {}
         try:
@@ -102,7 +99,6 @@ class EngineTap:
             record.failed(exc)
             raise
         finally:
-            self.active -= 1
             call.end(request_id)
             record.close()
 

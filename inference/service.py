@@ -40,7 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     Args:
         engine: started before calls come in.
         worker: name of this worker.
-        in_flight: the register of open calls, shared with the watchdog.
+        in_flight: the register of open calls.
         metrics: of the worker.
     """
 

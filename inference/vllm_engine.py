@@ -27,7 +27,6 @@ from sealmesh.telemetry.runtime.http import AsgiApp
 from sealmesh.telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
-    from sealmesh.inference.engine_tap import EngineTap
     from sealmesh.inference.step_log import StepCounter
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -101,7 +100,6 @@ class VllmEngine:
         self._app: AsgiApp | None = None
         self._facts: ModelFacts | None = None
         self._counter: StepCounter | None = None
-        self._tap: EngineTap | None = None
 
     async def start(self) -> None:
         plan = self._plan = await in_daemon_thread(self._prepare)
@@ -137,9 +135,15 @@ class VllmEngine:
     @property
     def load(self) -> EngineLoad:
         # An engine that has nothing left to do reports no more: its last word may be a request since aborted.
-        if self._counter is None or self._tap is None or self._tap.active == 0:
+        if self._counter is None or self.unfinished == 0:
             return EngineLoad()
         return self._counter.load
+
+    @property
+    def unfinished(self) -> int:
+        if self._client is None:
+            return 0
+        return int(self._client.output_processor.get_num_unfinished_requests())
 
     @property
     def steps(self) -> int:
@@ -253,7 +257,7 @@ class VllmEngine:
             raise _start_failure(plan, exc) from exc
         self._client = client
         await client.reset_mm_cache()
-        tap = self._tap = EngineTap(client.generate, plan.model, self._telemetry.tracing, self._metrics)
+        tap = EngineTap(client.generate, plan.model, self._telemetry.tracing, self._metrics)
         client.generate = tap.generate
         self._app = await _openai_app(client, args)
         self._facts = ModelFacts(

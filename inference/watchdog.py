@@ -25,20 +25,17 @@ class Watchdog:
 
     Args:
         engine: to watch.
-        in_flight: requests that the worker has open.
-        stall_s: seconds without a step, with requests open, after which the worker is not ready.
+        stall_s: seconds without a step, with requests unfinished, after which the worker is not ready.
         clock: monotonic seconds, for tests.
     """
 
     def __init__(
         self,
         engine: Engine,
-        in_flight: Callable[[], int],
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._in_flight = in_flight
         self._stall_s = stall_s
         self._clock = clock
         self._steps = -1
@@ -47,8 +44,8 @@ class Watchdog:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which requests have been open without a step; 0 when the engine moves or idles."""
-        return self._clock() - self._since if self._in_flight() else 0.0
+        """Seconds for which requests have waited without a step; 0 when the engine moves or idles."""
+        return self._clock() - self._since if self._engine.unfinished else 0.0
 
     @property
     def patience_s(self) -> float:
@@ -58,8 +55,8 @@ class Watchdog:
     def observe(self) -> None:
         """Reads the engine's progress; to be called several times a second."""
         now, steps = self._clock(), self._engine.steps
-        if steps != self._steps or not self._in_flight():
-            if self._steps >= 0 and self._in_flight():
+        if steps != self._steps or not self._engine.unfinished:
+            if self._steps >= 0 and self._engine.unfinished:
                 self._longest_step_s = max(self._longest_step_s, now - self._since)
             self._steps, self._since = steps, now
 
@@ -85,7 +82,7 @@ class Watchdog:
                 raise _failed(failure)
             if self.stalled_s > 2 * self.patience_s:
                 raise _failed(
-                    f"the engine has made no step for {self.stalled_s:.0f} s with {self._in_flight()} "
+                    f"the engine has made no step for {self.stalled_s:.0f} s with {self._engine.unfinished} "
                     "requests open; the worker ends to be started anew (worker.engine_stall_ms)"
                 )
             await asyncio.sleep(_INTERVAL_S)

@@ -56,7 +56,7 @@ def worker_spec(settings: WorkerSettings, telemetry: Telemetry) -> ServerSpec:
     in_flight = InFlight()
     # The generated base answers UNIMPLEMENTED for ReloadModel; only its type stub is abstract.
     service = InferenceService(engine, settings.name, in_flight, metrics)  # type: ignore[abstract]
-    watchdog = Watchdog(engine, lambda: len(in_flight), settings.engine_stall_ms / 1000)
+    watchdog = Watchdog(engine, settings.engine_stall_ms / 1000)
 
     def register(server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)

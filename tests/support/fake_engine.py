@@ -32,6 +32,7 @@ class FakeEngine:
         self.holding = asyncio.Event()
         self.failure = ""
         self.steps = 0
+        self.unfinished = 0
         self.load = EngineLoad()
         self.closed = False
         self.respond: Callable[[dict[str, Any], Send], Any] | None = None

@@ -10,9 +10,8 @@ class Scene:
 
     def __init__(self) -> None:
         self.engine = FakeEngine()
-        self.open = 0
         self.now = 100.0
-        self.watchdog = Watchdog(self.engine, lambda: self.open, 10.0, clock=lambda: self.now)
+        self.watchdog = Watchdog(self.engine, 10.0, clock=lambda: self.now)
         self.watchdog.observe()
 
     def passes(self, seconds: float, *, steps: int = 0) -> None:
@@ -30,7 +29,7 @@ def test_an_idle_engine_is_ready_for_ever() -> None:
 def test_a_request_without_a_step_makes_it_not_ready_and_a_step_heals_it() -> None:
     scene = Scene()
     scene.passes(500)
-    scene.open = 1
+    scene.engine.unfinished = 1
     scene.passes(9)
     assert scene.watchdog.readiness().ok
     scene.passes(2)
@@ -45,14 +44,14 @@ def test_idle_time_before_a_request_does_not_count() -> None:
     scene = Scene()
     scene.passes(5, steps=3)
     scene.passes(500)
-    scene.open = 1
+    scene.engine.unfinished = 1
     scene.passes(1)
     assert scene.watchdog.stalled_s == pytest.approx(1)
 
 
 def test_an_engine_with_long_steps_gets_more_patience() -> None:
     scene = Scene()
-    scene.open = 1
+    scene.engine.unfinished = 1
     scene.passes(9, steps=1)
     scene.passes(9, steps=1)
     scene.passes(60)
@@ -72,7 +71,7 @@ async def test_a_dead_engine_ends_the_worker_with_its_reason() -> None:
 
 async def test_a_stuck_engine_ends_the_worker_after_twice_the_patience() -> None:
     scene = Scene()
-    scene.open = 2
+    scene.engine.unfinished = 2
     scene.passes(21)
     with pytest.raises(SealmeshError, match="no step for 21 s with 2 requests"):
         await scene.watchdog.run()
