@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import Protocol
+from typing import ParamSpec, Protocol
 
 import httpx
 from sealmesh.deploy.local.processes import ProcessIdentity, end_marked
@@ -25,6 +25,7 @@ from sealmesh.deploy.local.specs import ServiceSpec
 from sealmesh.deploy.local.state import StateFolder
 
 _LEFTOVER_GRACE_S = 5.0
+_Event = ParamSpec("_Event")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -149,7 +150,9 @@ class Supervisor:
             await asyncio.to_thread(self._stop_keeper, keeper)
 
     def _service(self, spec: ServiceSpec, client: httpx.AsyncClient) -> Service:
-        log = ServiceLog(self._state.log_of(spec.name), lambda line: self._listener.log_line(spec.name, line))
+        log = ServiceLog(
+            self._state.log_of(spec.name), lambda line: self._tell(self._listener.log_line, spec.name, line)
+        )
         return Service(spec, mesh_id=self._mesh_id, log=log, client=client, on_change=self._changed)
 
     async def _start_and_watch(self, tasks: dict[Service, asyncio.Task[None]]) -> Failure | None:
@@ -168,7 +171,7 @@ class Supervisor:
         self._ready_after_s = time.time() - self._started_at
         self._mesh_state = MeshState.READY
         self._write_record()
-        self._listener.mesh_ready(self._ready_after_s)
+        self._tell(self._listener.mesh_ready, self._ready_after_s)
         while not self._interrupts:
             if failure := self._failure(tasks, essential_only=True):
                 return failure
@@ -189,7 +192,7 @@ class Supervisor:
 
     async def _stop_services(self, tasks: dict[Service, asyncio.Task[None]]) -> None:
         self._mesh_state = MeshState.STOPPING
-        self._listener.stopping(self._stop_reason or "a service failed")
+        self._tell(self._listener.stopping, self._stop_reason or "a service failed")
         self._write_record()
         for stage in reversed(stages(self._services)):
             for service in stage:
@@ -198,12 +201,18 @@ class Supervisor:
             results = await asyncio.gather(*(tasks[service] for service in started), return_exceptions=True)
             for service, result in zip(started, results, strict=True):
                 if result is not None:
-                    self._listener.log_line(service.spec.name, f"ERROR {type(result).__name__}: {result}")
+                    line = f"ERROR {type(result).__name__}: {result}"
+                    self._tell(self._listener.log_line, service.spec.name, line)
 
     def _changed(self, service: Service, message: str) -> None:
         self._write_record()
-        self._listener.service_changed(service, message)
+        self._tell(self._listener.service_changed, service, message)
         self._wake.set()
+
+    def _tell(self, listener: Callable[_Event, None], *event: _Event.args, **named: _Event.kwargs) -> None:
+        # The terminal may be gone (closed window, reader of a pipe): no reason to drop the mesh unordered.
+        with contextlib.suppress(OSError):
+            listener(*event, **named)
 
     def _write_record(self) -> None:
         own = ProcessIdentity.of(os.getpid())
