@@ -42,6 +42,7 @@ class Backend:
         )
         self._store = RedisStore(options, tracing, metrics)
         self._probe: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._readiness = Readiness(False, "Redis is starting")
 
     @property
@@ -71,15 +72,17 @@ class Backend:
 
     async def close(self) -> None:
         """Disconnects and stops the embedded server; its data stays."""
+        # The flag ends the probe also where a library under it swallows the cancellation.
+        self._closing.set()
         if self._probe is not None:
             self._probe.cancel()
-            await asyncio.gather(self._probe, return_exceptions=True)
+            await asyncio.wait({self._probe})
         await self._store.close()
         if self._embedded is not None:
             await self._embedded.close()
 
     async def _watch(self) -> None:
-        while True:
+        while not self._closing.is_set():
             await asyncio.sleep(self._settings.probe_interval_ms / 1e3)
             try:
                 await self._store.ping()

@@ -110,6 +110,7 @@ class EmbeddedRedis:
         self._lock_fd = -1
         self._socket: Path | None = None
         self._crashed = False
+        self._closing = False
         self._runtime_dir: Path | None = None
 
     @property
@@ -144,9 +145,11 @@ class EmbeddedRedis:
 
     async def close(self) -> None:
         """Stops the server in order; its data stays."""
+        # The flag ends the keeper also where a library under it swallows the cancellation.
+        self._closing = True
         if self._keeper is not None:
             self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+            await asyncio.wait({self._keeper})
             self._keeper = None
         await self._stop()
         if self._lock_fd >= 0:
@@ -279,7 +282,7 @@ class EmbeddedRedis:
 
     async def _keep_running(self) -> None:
         backoff = self._backoff_s
-        while True:
+        while not self._closing:
             process = self._process
             if process is not None:
                 born = time.monotonic()

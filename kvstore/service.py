@@ -28,7 +28,7 @@ class _Incoming:
     size_bytes: int
     replace: bool
     accepted: bool
-    data: bytearray = field(default_factory=bytearray)
+    pieces: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
 
 
@@ -98,7 +98,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
                 outcome = PutOutcome.REFUSED
                 if block.accepted:
                     outcome = await self._store.put(
-                        block.namespace, block.key, bytes(block.data), replace=block.replace
+                        block.namespace, block.key, b"".join(block.pieces), replace=block.replace
                     )
                 else:
                     self._metrics.refused("size")
@@ -159,7 +159,7 @@ class KVStoreService(kvstore_pb2_grpc.KVStoreServiceServicer):
                 f"{block.size_bytes}",
             )
         if block.accepted:
-            block.data += piece.data
+            block.pieces.append(piece.data)
 
     async def DeleteTenant(
         self,
