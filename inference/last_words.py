@@ -6,10 +6,11 @@ private folder in memory; it holds names and reasons, never content.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
-__all__ = ["LAST_WORDS_VARIABLE", "hear", "say"]
+__all__ = ["LAST_WORDS_VARIABLE", "StartFailures", "hear", "say"]
 
 LAST_WORDS_VARIABLE = "SEALMESH_ENGINE_LAST_WORDS"
 _SEPARATOR = "\t"
@@ -24,6 +25,19 @@ def say(reason: str, message: str) -> None:
     if not path.exists():
         # Several ranks may fail at once; the first one's reason is as good as any.
         path.write_text(f"{reason}{_SEPARATOR}{' '.join(message.split())}", encoding="utf-8")
+
+
+class StartFailures(logging.Handler):
+    """Says the first exception that vLLM logs in an engine process: why it did not start."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            say("ENGINE_FAILED", lines[0] if lines else type(error).__name__)
 
 
 def hear(path: Path) -> tuple[str, str] | None:

@@ -57,6 +57,11 @@ def computation_dtype(folder: Path, device: Device) -> str:
     return own if own == "auto" else device.dtype(own)
 
 
+def has_latent_attention(folder: Path) -> bool:
+    """Whether the model keeps a latent vector instead of keys and values (DeepSeek's MLA)."""
+    return bool(json.loads((folder / "config.json").read_bytes()).get("kv_lora_rank"))
+
+
 def own_dtype(folder: Path) -> str:
     """Number format that config.json names, for example "bfloat16"; empty when it names none.
 

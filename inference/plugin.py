@@ -24,8 +24,10 @@ def register() -> None:
 
 
 def _log_like_worker(choice: str) -> None:
+    import logging
     from typing import get_args
 
+    from sealmesh.inference.last_words import StartFailures
     from sealmesh.telemetry.logging import LogFormat, LogLevel, configure_logging
 
     level, _, log_format = choice.partition(":")
@@ -33,3 +35,4 @@ def _log_like_worker(choice: str) -> None:
         for known_format in get_args(LogFormat):
             if (level, log_format) == (known_level, known_format):
                 configure_logging("worker", known_level, known_format)
+    logging.getLogger("vllm").addHandler(StartFailures())

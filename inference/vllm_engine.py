@@ -19,6 +19,7 @@ from sealmesh.inference.engine import Delta, EngineLoad, FinishReason, ModelFact
 from sealmesh.inference.engine_args import parse_engine_args
 from sealmesh.inference.engine_call import EngineCall, calling
 from sealmesh.inference.last_words import LAST_WORDS_VARIABLE, hear
+from sealmesh.inference.model_folder import has_latent_attention
 from sealmesh.inference.parent_watch import ENGINE_OF_WORKER_VARIABLE
 from sealmesh.inference.settings import EngineArgument
 from sealmesh.inference.worker_metrics import WorkerMetrics
@@ -37,6 +38,7 @@ _GIB: Final = 1 << 30
 _LAST_WORDS: Final[Mapping[str, tuple[grpc.StatusCode, Reason]]] = {
     "INTEGRITY_FAILURE": (grpc.StatusCode.DATA_LOSS, "INTEGRITY_FAILURE"),
     "KEY_DENIED": (grpc.StatusCode.PERMISSION_DENIED, "KEY_DENIED"),
+    "ENGINE_FAILED": (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED"),
     "DEPENDENCY_UNAVAILABLE": (grpc.StatusCode.UNAVAILABLE, "DEPENDENCY_UNAVAILABLE"),
 }
 _FINISH: Final[Mapping[str, FinishReason]] = {"stop": "stop", "length": "length"}
@@ -273,7 +275,7 @@ class VllmEngine:
 
 def _arguments(plan: EnginePlan) -> dict[str, EngineArgument]:
     return {
-        **plan.device.engine_args(),
+        **plan.device.engine_args(plan.dtype, latent=has_latent_attention(plan.folder)),
         "enable_prompt_tokens_details": True,
         "disable_fastapi_docs": True,
         **plan.arguments,
@@ -290,6 +292,8 @@ def _start_failure(plan: EnginePlan, exc: Exception) -> SealmeshError:
     heard = hear(plan.last_words)
     if heard is not None:
         reason, message = heard
+        if reason == "ENGINE_FAILED":
+            message = f"the engine for {plan.model} did not start: {message}"
         code, known = _LAST_WORDS.get(reason, (grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION_INVALID"))
         return SealmeshError(code, known, message)
     return SealmeshError(

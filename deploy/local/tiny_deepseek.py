@@ -29,8 +29,8 @@ def make_tiny_deepseek(target: Path, *, variant: Variant, tokenizer_from: Path, 
     """Writes a random DeepSeek-V2 or V3 model folder; does nothing when the same one is there already.
 
     4 layers (the first dense), hidden size 128, 4 heads, 8 routed experts of which 2 are used and one
-    shared expert; float32. The MLA ranks (512 + 64) are those of the real models, because engines have
-    kernels for no other. The folder appears at `target` in one step.
+    shared expert; bfloat16 like the real ones. The MLA ranks (512 + 64) are theirs too, because engines
+    have kernels for no other (and on CPUs with AMX for no other format). The folder appears at `target` in one step.
 
     Args:
         target: folder to make.
@@ -45,7 +45,7 @@ def make_tiny_deepseek(target: Path, *, variant: Variant, tokenizer_from: Path, 
         TinyModelError: torch or transformers is missing, `tokenizer_from` has no tokenizer, or `target`
             holds something else.
     """
-    recipe = f"tiny-deepseek-{variant}-{seed}-1"
+    recipe = f"tiny-deepseek-{variant}-{seed}-2"
     if target.exists() and any(target.iterdir()):
         if _recipe(target) == recipe:
             return target
@@ -106,7 +106,7 @@ def _write(folder: Path, variant: Variant, seed: int, recipe: str) -> None:
     config.sealmesh_recipe = recipe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         weights.chmod(0o644)

@@ -42,7 +42,7 @@ class AscendDevice:
         # The allocator setting that vllm-ascend recommends against fragmentation.
         return {**COMMON_ENVIRONMENT, "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
 
-    def engine_args(self) -> Mapping[str, bool | int | str]:
+    def engine_args(self, dtype: str = "", *, latent: bool = False) -> Mapping[str, bool | int | str]:
         return {}
 
     def check(self, footprint: Footprint) -> None:

@@ -63,8 +63,13 @@ class Device(Protocol):
     def environment(self, kv_cache_gib: int) -> Mapping[str, str]:
         """Environment variables to set before vLLM is imported; ones that the user set are kept."""
 
-    def engine_args(self) -> Mapping[str, bool | int | str]:
-        """vLLM options that this device wants unless the user says otherwise."""
+    def engine_args(self, dtype: str = "", *, latent: bool = False) -> Mapping[str, bool | int | str]:
+        """vLLM options that this device wants unless the user says otherwise.
+
+        Args:
+            dtype: the number format of the computation.
+            latent: whether the model has multi-head latent attention (DeepSeek's MLA).
+        """
 
     def check(self, footprint: Footprint) -> None:
         """Raises DeviceError when the worker cannot fit, with figures and the setting to change."""

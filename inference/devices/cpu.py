@@ -88,9 +88,13 @@ class CpuDevice:
             chosen["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0" if self.cores == 1 else "1"
         return chosen
 
-    def engine_args(self) -> Mapping[str, bool | int | str]:
+    def engine_args(self, dtype: str = "", *, latent: bool = False) -> Mapping[str, bool | int | str]:
         # Compiling takes minutes on a CPU and gains little.
-        return {"enforce_eager": True}
+        chosen: dict[str, bool | int | str] = {"enforce_eager": True}
+        if latent and "amx_tile" in self.flags and dtype not in ("", "auto", "bfloat16"):
+            # vLLM's AMX kernels for MLA, which it takes wherever AMX is, know bfloat16 only.
+            chosen["attention_backend"] = "CPU_MLA"
+        return chosen
 
     def check(self, footprint: Footprint) -> None:
         needed = footprint.weights + footprint.kv_cache + _PROCESSES_BYTES

@@ -46,7 +46,7 @@ class CudaDevice:
     def environment(self, kv_cache_gib: int) -> Mapping[str, str]:
         return COMMON_ENVIRONMENT
 
-    def engine_args(self) -> Mapping[str, bool | int | str]:
+    def engine_args(self, dtype: str = "", *, latent: bool = False) -> Mapping[str, bool | int | str]:
         return {}
 
     def check(self, footprint: Footprint) -> None:

@@ -33,6 +33,14 @@ def test_the_number_format_follows_model_and_hardware(flags: tuple[str, ...], ow
     assert cpu(*flags).dtype(own) == dtype
 
 
+def test_amx_kernels_for_latent_attention_are_for_bfloat16_only() -> None:
+    amx = cpu("amx_tile", "amx_bf16")
+    assert amx.engine_args("float32", latent=True)["attention_backend"] == "CPU_MLA"
+    assert "attention_backend" not in amx.engine_args("bfloat16", latent=True)
+    assert "attention_backend" not in amx.engine_args("float32", latent=False)
+    assert "attention_backend" not in cpu("avx2").engine_args("float32", latent=True)
+
+
 def test_few_cores_keep_one_to_compute_on() -> None:
     assert cpu(cores=1).environment(1)["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "0"
     assert cpu(cores=2).environment(1)["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"

@@ -1,6 +1,7 @@
 """What ties engine processes to their worker."""
 
 import asyncio
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from sealmesh.inference.daemon_thread import in_daemon_thread
-from sealmesh.inference.last_words import LAST_WORDS_VARIABLE, hear, say
+from sealmesh.inference.last_words import LAST_WORDS_VARIABLE, StartFailures, hear, say
 from sealmesh.inference.parent_watch import die_with_parent
 
 # The child is started by a thread that ends, which is where PR_SET_PDEATHSIG would kill it too early.
@@ -66,6 +67,19 @@ def test_last_words_keep_the_first_reason(tmp_path: Path, monkeypatch: pytest.Mo
     say("INTEGRITY_FAILURE", "tensor w,\nchunk 3")
     say("INTERNAL", "and then everything else broke")
     assert hear(path) == ("INTEGRITY_FAILURE", "tensor w, chunk 3")
+
+
+def test_the_first_exception_that_is_logged_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LAST_WORDS_VARIABLE, str(tmp_path / "words"))
+    logger = logging.Logger("vllm")
+    logger.addHandler(StartFailures())
+    logger.error("no exception here")
+    assert hear(tmp_path / "words") is None
+    for message in ("\nno kernel for it\nand more", "then all the rest"):
+        logger.error("failed", exc_info=RuntimeError(message))
+    assert hear(tmp_path / "words") == ("ENGINE_FAILED", "no kernel for it")
 
 
 async def test_work_in_a_daemon_thread_returns_and_raises() -> None:
