@@ -4,6 +4,7 @@ A step pays only for snapshots of the blocks it filled (one memory copy, without
 transport and copies into the tensors happen in threads.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -158,10 +159,13 @@ class KVWorker:
         keys = self._keys.keys(self._rank, plan.scope, [block.block_hash for block in plan.blocks])
         started = time.perf_counter()
         done, outcome = 0, "unavailable"
-        with self._trace.span(
-            "kv.load", plan.scope.traceparent, {Attribute.KV_BLOCKS_ASKED: len(keys)}
-        ) as note:
-            for index, value in self._client.read(plan.scope.namespace, keys, self._buffer()):
+        reading = self._client.read(plan.scope.namespace, keys, self._buffer())
+        asked = {Attribute.KV_BLOCKS_ASKED: len(keys)}
+        with (
+            self._trace.span("kv.load", plan.scope.traceparent, asked) as note,
+            contextlib.closing(reading),
+        ):
+            for index, value in reading:
                 if index != done or value is None:
                     outcome = "missing"
                     break
