@@ -30,7 +30,8 @@ def make_tiny_deepseek(target: Path, *, variant: Variant, tokenizer_from: Path, 
 
     4 layers (the first dense), hidden size 128, 4 heads, 8 routed experts of which 2 are used and one
     shared expert; bfloat16 like the real ones. The MLA ranks (512 + 64) are theirs too, because engines
-    have kernels for no other (and on CPUs with AMX for no other format). The folder appears at `target` in one step.
+    have kernels for no other (and on CPUs with AMX for no other format). The folder appears at
+    `target` in one step.
 
     Args:
         target: folder to make.
