@@ -33,6 +33,7 @@ class EngineTap:
     Args:
         generate: the client's own.
         model: served name, for spans.
+        connected: whether the engine has a KV connector to tell about tenants.
         tracing: where `engine.generate` spans go.
         metrics: token counts and latencies.
     """
@@ -41,11 +42,13 @@ class EngineTap:
         self,
         generate: Callable[..., AsyncGenerator[RequestOutput, None]],
         model: str,
+        connected: bool,
         tracing: Tracing,
         metrics: WorkerMetrics,
     ) -> None:
         self._generate = generate
         self._model = model
+        self._connected = connected
         self._tracing = tracing
         self._metrics = metrics
 
@@ -72,7 +75,7 @@ class EngineTap:
         # The source has not run yet, so the engine has not seen the parameters either.
         span = self._tracing.tracer.start_span(SPAN_NAME, context=call.parent, kind=SpanKind.INTERNAL)
         set_attributes(span, {Attribute.GEN_AI_MODEL: self._model})
-        _set_transfer_params(call, span, sampling_params)
+        _set_transfer_params(call if self._connected else None, span, sampling_params)
         record = _Record(span, self._metrics)
         call.submit(request_id)
         cumulative = getattr(sampling_params.output_kind, "name", "") == "CUMULATIVE"
@@ -155,11 +158,13 @@ class _Record:
         self._span.end()
 
 
-def _set_transfer_params(call: EngineCall, span: Span, sampling_params: SamplingParams) -> None:
-    carrier: dict[str, str] = {}
-    inject_context(carrier, trace.set_span_in_context(span))
-    params = transfer_params(call.tenant, carrier.get("traceparent", ""))
+def _set_transfer_params(call: EngineCall | None, span: Span, sampling_params: SamplingParams) -> None:
+    """Replaces whatever the parameters hold; without a connector vLLM would warn at every request."""
     extra = {key: value for key, value in (sampling_params.extra_args or {}).items() if key != _TRANSFER}
-    if params is not None:
-        extra[_TRANSFER] = params
+    if call is not None:
+        carrier: dict[str, str] = {}
+        inject_context(carrier, trace.set_span_in_context(span))
+        params = transfer_params(call.tenant, carrier.get("traceparent", ""))
+        if params is not None:
+            extra[_TRANSFER] = params
     sampling_params.extra_args = extra or None

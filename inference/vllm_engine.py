@@ -120,6 +120,9 @@ class VllmEngine:
     async def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
+            if client.output_handler is not None:
+                # It would report the end of the engine as a failure.
+                client.output_handler.cancel()
             # Joins the engine's processes; seconds at most.
             await asyncio.to_thread(client.shutdown)
         plan, self._plan = self._plan, None
@@ -259,7 +262,13 @@ class VllmEngine:
             raise _start_failure(plan, exc) from exc
         self._client = client
         await client.reset_mm_cache()
-        tap = EngineTap(client.generate, plan.model, self._telemetry.tracing, self._metrics)
+        tap = EngineTap(
+            client.generate,
+            plan.model,
+            config.kv_transfer_config is not None,
+            self._telemetry.tracing,
+            self._metrics,
+        )
         client.generate = tap.generate
         self._app = await _openai_app(client, args)
         self._facts = ModelFacts(

@@ -74,8 +74,8 @@ class CpuDevice:
     def dtype(self, own: str = "") -> str:
         # The model's own format where the hardware has it, else float32. Measured, 16 chats with SmolLM2-135M
         # on two cores: without bfloat16 hardware (Zen 3) float32 gives 74 tokens/s and bfloat16 18; with AMX
-        # (Sapphire Rapids) bfloat16 gives 233, float32 110 and float16 (AVX-512 FP16) about as much at half the
-        # memory. Never bfloat16 for a float16 model: three bits less of mantissa change answers.
+        # (Sapphire Rapids) bfloat16 gives 233, float32 110 and float16 (AVX-512 FP16) about as much at half
+        # the memory. Never bfloat16 for a float16 model: three bits less of mantissa change answers.
         own = own or "bfloat16"
         return own if own in self.native else "float32"
 

@@ -34,13 +34,13 @@ def sampling(kind: str = "DELTA", n: int = 1, **extra: Any) -> Any:
 class Scene:
     """A tap over a scripted client, and the spans that it made."""
 
-    def __init__(self, folder: Path, outputs: list[Any]) -> None:
+    def __init__(self, folder: Path, outputs: list[Any], *, connected: bool = True) -> None:
         self.folder = folder
         self.tracing = Tracing("worker", trace_dir=folder)
         self.metrics = Metrics("worker")
         self.closed = asyncio.Event()
         self.outputs = outputs
-        self.tap = EngineTap(self._generate, "m", self.tracing, WorkerMetrics(self.metrics))
+        self.tap = EngineTap(self._generate, "m", connected, self.tracing, WorkerMetrics(self.metrics))
 
     async def _generate(self, *_: Any, **__: Any) -> AsyncGenerator[Any, None]:
         try:
@@ -107,6 +107,15 @@ async def test_without_a_tenant_there_are_no_transfer_parameters(tmp_path: Path)
     scene = Scene(tmp_path, [output({0: [7]}, finished=True)])
     params = sampling(kv_transfer_params={"sealmesh": {"handle": "forged", "epoch": 1}})
     with calling(EngineCall("r")):
+        async for _ in scene.tap.generate({}, params, "e1"):
+            pass
+    assert params.extra_args is None
+
+
+async def test_without_a_connector_there_are_no_transfer_parameters(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, [output({0: [7]}, finished=True)], connected=False)
+    params = sampling(kv_transfer_params={"sealmesh": {"handle": "forged", "epoch": 1}})
+    with calling(EngineCall("r", Tenant("handle", 4, "salt"))):
         async for _ in scene.tap.generate({}, params, "e1"):
             pass
     assert params.extra_args is None
