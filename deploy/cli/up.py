@@ -33,7 +33,9 @@ Examples:\n
 
 # Lines that a person at the terminal should see: warnings of the services themselves, and whatever an engine
 # calls an error. Engines also warn about every option that we chose for them; that stays in the log file.
-_PROBLEM = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\"level\": ?\"(warning|error|critical)\"|^Traceback")
+_PROBLEM = re.compile(
+    r"^[\d:.]+ WARNING|\b(ERROR|CRITICAL|FATAL)\b|\"level\": ?\"(warning|error|critical)\"|^Traceback"
+)
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _POLL_S = 0.2
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b.")
