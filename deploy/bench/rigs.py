@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 from sealmesh.deploy.local.addresses import free_port_offset
 from sealmesh.deploy.local.mesh_config import DEFAULT_PORTS
-from sealmesh.deploy.local.processes import MARK_VARIABLE, end_marked, mark
+from sealmesh.deploy.local.processes import MARK_VARIABLE, ProcessIdentity, end_family, mark
 from sealmesh.deploy.local.record import read_record
 from sealmesh.deploy.local.state import StateFolder
 
@@ -116,6 +116,7 @@ class BareServer:
         self._log = log
         self._id = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | None = None
+        self._leader: ProcessIdentity | None = None
         self._port = _free_port()
 
     @property
@@ -155,6 +156,7 @@ class BareServer:
                 env=environment,
                 start_new_session=True,
             )
+        self._leader = ProcessIdentity.of(self._process.pid)
         deadline = time.monotonic() + _START_TIMEOUT_S
         async with httpx.AsyncClient(trust_env=False) as client:
             while True:
@@ -173,7 +175,7 @@ class BareServer:
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 20)
-        await asyncio.to_thread(end_marked, self._id)
+        await asyncio.to_thread(end_family, self._id, None, [self._leader] if self._leader else [])
         await asyncio.to_thread(self._process.wait)
         self._process = None
 

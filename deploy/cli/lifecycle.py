@@ -60,7 +60,7 @@ def stop(state: StateFolder, record: MeshRecord, *, force: bool = False, timeout
     import os
     import signal
 
-    from sealmesh.deploy.local.processes import end_marked
+    from sealmesh.deploy.local.processes import end_family
     from sealmesh.deploy.local.record import lock_is_held
 
     if record.supervisor.is_alive():
@@ -76,7 +76,7 @@ def stop(state: StateFolder, record: MeshRecord, *, force: bool = False, timeout
                 f"(pid {record.supervisor_pid}); `sealmesh down --force` does not wait"
             )
         time.sleep(_POLL_S)
-    end_marked(record.mesh_id, grace_s=0.0 if force else _FORCE_GRACE_S)
+    end_family(record.mesh_id, sessions=record.sessions(), grace_s=0.0 if force else _FORCE_GRACE_S)
     state.mesh_record.unlink(missing_ok=True)
 
 

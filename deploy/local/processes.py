@@ -1,8 +1,10 @@
 """Process identities, and finding and ending every process that belongs to a mesh.
 
 A service may start processes of its own (vLLM's EngineCore, a daemonised Redis in another session), so a
-process group is not enough. Every service therefore carries a mark in its environment,
-`SEALMESH_SUPERVISED=<mesh id>/<service>`, which its descendants inherit however they are started.
+process group is not enough. Two things tell its family, and either does: the session that each service
+leads, which everything stays in that does not leave on purpose; and a mark in its environment,
+`SEALMESH_SUPERVISED=<mesh id>/<service>`, which is inherited by what does leave. (The mark alone would not
+do: programs that set their title, Redis and vLLM among them, write over the environment that others see.)
 """
 
 from __future__ import annotations
@@ -52,32 +54,42 @@ def mark(mesh_id: str, service: str) -> str:
     return f"{mesh_id}/{service}"
 
 
-def marked_processes(mesh_id: str, service: str | None = None) -> list[psutil.Process]:
-    """Living processes that carry the mark of a mesh, or of one of its services.
+def family(
+    mesh_id: str, service: str | None = None, sessions: Iterable[ProcessIdentity] = ()
+) -> list[psutil.Process]:
+    """Living processes of a mesh, or of one of its services: with the mark, or in one of the sessions.
+
+    Args:
+        mesh_id: of the mark.
+        service: of the mark; None for all.
+        sessions: the processes that lead the sessions, alive or not.
 
     Processes of other users are not looked into: this user cannot have started them.
     """
+    own_sessions = {leader.pid for leader in sessions if not _replaced(leader)}
     found: list[psutil.Process] = []
-    own = os.getpid()
     for process in psutil.process_iter():
-        if process.pid == own:
+        if process.pid == os.getpid():
             continue
         try:
-            value = process.environ().get(MARK_VARIABLE, "")
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
+            if os.getsid(process.pid) in own_sessions or _has_mark(process, mesh_id, service):
+                found.append(process)
         except (psutil.Error, OSError):
-            continue
-        mesh, _, name = value.partition("/")
-        if mesh == mesh_id and (service is None or name == service):
-            found.append(process)
+            continue  # it ended meanwhile, or belongs to somebody else
     return found
 
 
-def signal_group(pid: int, number: int) -> None:
-    """Sends a signal to the process group that `pid` leads; nothing happens when it is gone."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+def _has_mark(process: psutil.Process, mesh_id: str, service: str | None) -> bool:
+    mesh, _, name = process.environ().get(MARK_VARIABLE, "").partition("/")
+    return mesh == mesh_id and service in (None, name)
+
+
+def _replaced(leader: ProcessIdentity) -> bool:
+    """Whether another process has the id of a session's leader by now: then the session is another's too."""
+    now = ProcessIdentity.of(leader.pid)
+    return now is not None and abs(now.start_time - leader.start_time) >= 1.0
 
 
 def signal_all(processes: Iterable[psutil.Process], number: int) -> None:
@@ -86,25 +98,31 @@ def signal_all(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def end_marked(
-    mesh_id: str, service: str | None = None, *, grace_s: float = 0.0, terminate: bool = True
+def end_family(
+    mesh_id: str,
+    service: str | None = None,
+    sessions: Iterable[ProcessIdentity] = (),
+    *,
+    grace_s: float = 0.0,
+    terminate: bool = True,
 ) -> list[int]:
-    """Ends every marked process: SIGTERM, up to `grace_s` seconds, then SIGKILL. Blocks.
+    """Ends every process that `family` finds: SIGTERM, up to `grace_s` seconds, then SIGKILL. Blocks.
 
     With `terminate` unset nobody is asked: the processes have `grace_s` seconds to end by themselves.
     Returns the ids of the processes that were found.
     """
-    processes = marked_processes(mesh_id, service)
+    leaders = list(sessions)
+    processes = family(mesh_id, service, leaders)
     found = [process.pid for process in processes]
     if grace_s > 0 and processes:
         if terminate:
             signal_all(processes, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and (processes := marked_processes(mesh_id, service)):
+        while time.monotonic() < deadline and (processes := family(mesh_id, service, leaders)):
             time.sleep(_POLL_S)
     # A process may be forking while we look: look again until none is left.
     for _ in range(100):
-        processes = marked_processes(mesh_id, service)
+        processes = family(mesh_id, service, leaders)
         if not processes:
             break
         signal_all(processes, signal.SIGKILL)

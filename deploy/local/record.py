@@ -54,6 +54,11 @@ class MeshRecord:
     def supervisor(self) -> ProcessIdentity:
         return ProcessIdentity(self.supervisor_pid, self.supervisor_start_time)
 
+    def sessions(self) -> list[ProcessIdentity]:
+        """The services' processes, each of which leads a session."""
+        found = (service.identity() for service in self.services)
+        return [identity for identity in found if identity is not None]
+
     def write(self, path: Path) -> None:
         write_private(path, json.dumps({"format": FORMAT, **asdict(self)}, indent=2).encode() + b"\n")
 

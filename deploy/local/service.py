@@ -16,9 +16,8 @@ import httpx
 from sealmesh.deploy.local.processes import (
     MARK_VARIABLE,
     ProcessIdentity,
-    end_marked,
+    end_family,
     mark,
-    signal_group,
 )
 from sealmesh.deploy.local.service_log import ServiceLog
 from sealmesh.deploy.local.specs import ServiceSpec
@@ -247,8 +246,10 @@ class Service:
         await exited
         # What it started ends by itself once it is gone, if it is any good: Redis has data to write.
         grace_s = 0.0 if self._force.is_set() else self.spec.leftover_grace_s
-        await asyncio.to_thread(end_marked, self._mesh_id, self.spec.name, grace_s=grace_s, terminate=False)
-        signal_group(process.pid, signal.SIGKILL)
+        sessions = [] if self.identity is None else [self.identity]
+        await asyncio.to_thread(
+            end_family, self._mesh_id, self.spec.name, sessions, grace_s=grace_s, terminate=False
+        )
 
     def _change(self, state: ServiceState, message: str) -> None:
         self.state = state

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import ParamSpec, Protocol
 
 import httpx
-from sealmesh.deploy.local.processes import ProcessIdentity, end_marked
+from sealmesh.deploy.local.processes import ProcessIdentity, end_family
 from sealmesh.deploy.local.record import MeshLock, MeshRecord, ServiceRecord, read_record
 from sealmesh.deploy.local.service import Service, ServiceState
 from sealmesh.deploy.local.service_log import ServiceLog
@@ -108,7 +108,6 @@ class Supervisor:
             await asyncio.to_thread(self._end_leftovers)
             return await self._run_locked()
         finally:
-            self._state.mesh_record.unlink(missing_ok=True)
             lock.release()
 
     def stop(self, reason: str) -> None:
@@ -127,7 +126,7 @@ class Supervisor:
         except ValueError:
             return  # of another release or damaged; it is replaced
         if old is not None:
-            end_marked(old.mesh_id, grace_s=self._leftover_grace_s)
+            end_family(old.mesh_id, sessions=old.sessions(), grace_s=self._leftover_grace_s)
 
     async def _run_locked(self) -> Failure | None:
         self._started_at = time.time()
@@ -147,6 +146,7 @@ class Supervisor:
         finally:
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
+            self._state.mesh_record.unlink(missing_ok=True)
             await asyncio.to_thread(self._stop_keeper, keeper)
 
     def _service(self, spec: ServiceSpec, client: httpx.AsyncClient) -> Service:
@@ -231,14 +231,9 @@ class Supervisor:
         ).write(self._state.mesh_record)
 
     def _start_keeper(self) -> subprocess.Popen[bytes]:
+        arguments = (self._mesh_id, str(self._state.mesh_record), str(self._leftover_grace_s))
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "sealmesh.deploy.local.keeper",
-                self._mesh_id,
-                str(self._leftover_grace_s),
-            ],
+            [sys.executable, "-m", "sealmesh.deploy.local.keeper", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

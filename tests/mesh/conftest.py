@@ -21,6 +21,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMesh]:
     try:
         mesh.up()
         yield mesh
+        mesh.look()
     finally:
         mesh.cli("down", timeout_s=180)
         mesh.assert_nothing_left()

@@ -17,7 +17,6 @@ import httpx
 import psutil
 import pytest
 from sealmesh.deploy.local.demo_model import convert_demo_model
-from sealmesh.deploy.local.processes import ProcessIdentity, marked_processes
 from sealmesh.deploy.local.record import read_record
 
 from tests.support.mesh import MODEL, RunningMesh, cli_environment, contains_any, json_of, new_mesh, run_cli
@@ -104,7 +103,9 @@ def test_no_weight_and_no_prompt_lies_in_the_clear(mesh: RunningMesh, plain_mode
         if path.is_file():
             # KV blocks of a prompt are numbers; its text must be nowhere.
             assert contains_any(path, needles) is None, path
-    assert list(Path("/dev/shm").glob("sealmesh-plain-*")) == []  # noqa: S108
+    # Plain folders of a run that goes on elsewhere on this machine are none of this mesh's business.
+    left = Path("/dev/shm").glob("sealmesh-plain-*")  # noqa: S108
+    assert [folder for folder in left if not psutil.pid_exists(int(folder.name.split("-")[2]))] == []
 
 
 def _weight_samples(path: Path) -> list[bytes]:
@@ -245,14 +246,10 @@ def test_ctrl_c_while_the_engine_loads_leaves_no_process(
             break
         assert time.monotonic() < deadline, "the engine process never came"
         time.sleep(0.1)
-    family = [
-        identity
-        for found in marked_processes(record.mesh_id)
-        if (identity := ProcessIdentity.of(found.pid)) is not None
-    ]
-    assert len(family) >= 6  # vault, kvstore, Redis, worker, tracker, engine
+    names = [found.name() for found in other.look()]
+    assert "redis-server" in names, names
+    assert len(names) >= 8  # supervisor, keeper, vault, kvstore, Redis, worker, tracker, engine
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
-    assert [identity for identity in family if identity.is_alive()] == []
-    assert marked_processes(record.mesh_id) == []
+    other.assert_nothing_left()
     assert not other.state.mesh_record.exists()

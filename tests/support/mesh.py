@@ -16,7 +16,7 @@ import httpx
 import psutil
 from sealmesh.deploy.local.addresses import free_port_offset
 from sealmesh.deploy.local.mesh_config import DEFAULT_PORTS, LOCAL_NAME, tls_files
-from sealmesh.deploy.local.processes import marked_processes
+from sealmesh.deploy.local.processes import ProcessIdentity, family
 from sealmesh.deploy.local.record import MeshRecord, ServiceRecord, read_record
 from sealmesh.deploy.local.state import StateFolder
 from sealmesh.security.tls import TlsFiles
@@ -36,10 +36,12 @@ class RunningMesh:
         f"worker.max_model_len={MAX_MODEL_LEN}",
         "worker.kv_cache_gib=1",
         "worker.dtype=float32",
+        # Other processes want this machine too; a look-up that comes late is a miss.
+        "worker.kv_lookup_deadline_ms=2000",
     )
     model: str = MODEL
-    mesh_ids: list[str] = field(default_factory=list)
-    """Of every run, so that the end of the session can look for what any of them left."""
+    seen: set[ProcessIdentity] = field(default_factory=set)
+    """Every process that was ever seen to belong to it."""
 
     @property
     def url(self) -> str:
@@ -108,21 +110,34 @@ class RunningMesh:
             "up", "--detach", "--port-offset", str(self.port_offset), *flags,
             timeout_s=START_TIMEOUT_S, check=True,
         )  # fmt: skip
-        self.mesh_ids.append(self.record().mesh_id)
+        self.look()
         return time.monotonic() - started
+
+    def look(self) -> list[psutil.Process]:
+        """All processes of the mesh as they are now: supervisor, keeper, services and what these started."""
+        record = self.record()
+        supervisor = psutil.Process(record.supervisor_pid)
+        found = {
+            process.pid: process
+            for process in (
+                *(supervisor, *supervisor.children(recursive=True)),
+                *family(record.mesh_id, sessions=record.sessions()),
+            )
+        }
+        identities = map(ProcessIdentity.of, found)
+        self.seen.update(identity for identity in identities if identity is not None)
+        return list(found.values())
 
     def down(self) -> None:
         """Stops the mesh in order; asserts that no process of it is left."""
+        self.look()
         self.cli("down", check=True)
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:
-        left = [
-            f"{process.pid} {process.name()}"
-            for mesh_id in self.mesh_ids
-            for process in marked_processes(mesh_id)
-        ]
-        assert left == [], f"the mesh left processes behind: {left}"
+        """None of the processes that `look` ever saw is alive."""
+        left = [psutil.Process(identity.pid) for identity in self.seen if identity.is_alive()]
+        assert left == [], "the mesh left processes behind"
 
     async def whole(self, service: str, *, restarts: int, timeout_s: float = 300) -> float:
         """Waits until the service has been restarted that often and everything is ready; seconds waited."""

@@ -1,7 +1,8 @@
 """A tiny service for supervisor tests: answers /readyz and /healthz and misbehaves on request.
 
 Its flags: `--port`, `--journal FILE` (a line is appended at start and at an ordered stop), `--grandchild`
-(starts a process in another session, as a daemonised Redis is), `--exit CODE` (prints and ends at once),
+(starts a process in another session, as a daemonised Redis is), `--nameless` (the grandchild stays in the
+session and shows no environment, as a program that sets its title), `--exit CODE` (prints and ends at once),
 `--ignore-term` (must be killed), `--sick-file FILE` (while it exists, /healthz answers 503).
 """
 
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--journal", type=Path)
     parser.add_argument("--grandchild", type=Path)
+    parser.add_argument("--nameless", action="store_true")
     parser.add_argument("--exit", type=int)
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--sick-file", type=Path)
@@ -35,7 +37,9 @@ def main() -> None:
         sys.exit(arguments.exit)
     if arguments.grandchild is not None:
         child = subprocess.Popen(
-            [sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
+            start_new_session=not arguments.nameless,
+            env={} if arguments.nameless else None,
         )
         arguments.grandchild.write_text(str(child.pid))
 

@@ -150,11 +150,12 @@ async def test_starts_stage_by_stage_and_stops_in_reverse_order(state: StateFold
     assert state.log_of("vault").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("flags", [[], ["--nameless"]], ids=["left the session", "shows no environment"])
 async def test_a_killed_service_comes_back_and_its_grandchild_goes(
-    state: StateFolder, tmp_path: Path
+    state: StateFolder, tmp_path: Path, flags: list[str]
 ) -> None:
     grandchild_file = tmp_path / "grandchild"
-    async with running(state, spec("worker", 0, "--grandchild", str(grandchild_file))) as mesh:
+    async with running(state, spec("worker", 0, "--grandchild", str(grandchild_file), *flags)) as mesh:
         await until_ready(mesh)
         killed = pid_of(state, "worker")
         grandchild = ProcessIdentity.of(int(grandchild_file.read_text()))
@@ -358,9 +359,12 @@ def test_a_second_interrupt_ends_the_wait_for_a_service_that_ignores_the_first(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_nothing_survives_a_killed_supervisor(start_process: Callable[..., Process], tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--nameless"]], ids=["left the session", "shows no environment"])
+def test_nothing_survives_a_killed_supervisor(
+    start_process: Callable[..., Process], tmp_path: Path, flags: list[str]
+) -> None:
     grandchild = tmp_path / "grandchild"
-    process = start_process("--grandchild", str(grandchild))
+    process = start_process("--grandchild", str(grandchild), *flags)
     family = process.everything()
     orphan = ProcessIdentity.of(int(grandchild.read_text()))
     assert orphan is not None
