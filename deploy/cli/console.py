@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 _FILE_WIDTH = 200
+_DETAIL_CHARACTERS = 60
 
 
 class Step:
@@ -31,7 +32,9 @@ class Step:
             return
         self._progress.update(
             self._task,
-            detail=escape(detail[-60:]),
+            detail=escape(
+                detail if len(detail) <= _DETAIL_CHARACTERS else f"{detail[: _DETAIL_CHARACTERS - 1]}…"
+            ),
             total=None if fraction is None else 1.0,
             completed=0 if fraction is None else fraction,
         )
