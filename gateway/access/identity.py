@@ -18,6 +18,9 @@ from sealmesh.telemetry.runtime.errors import SealmeshError
 
 _CHECK_INTERVAL_S: Final = 0.5
 _USERS: Final = frozenset({"user", "app", "operator"})
+_WHERE_FROM: Final = (
+    "Ask the operator of this gateway for a key; operators make one with `sealmesh keys api-key create`"
+)
 
 # Who may do what. An operation that is not listed is refused.
 OPERATION_ROLES: Final[Mapping[str, frozenset[str]]] = {
@@ -119,13 +122,15 @@ class Authenticator:
                 retry_after_s=1.0,
             )
         if authorization is None:
-            raise _refused("no API key was given; send the header 'Authorization: Bearer sk-sealmesh-…'")
+            raise _refused(
+                "no API key was given; send the header 'Authorization: Bearer sk-sealmesh-…'. " + _WHERE_FROM
+            )
         scheme, _, presented = authorization.partition(" ")
         if scheme.lower() != "bearer" or not presented.strip():
-            raise _refused("the Authorization header must read 'Bearer sk-sealmesh-…'")
+            raise _refused("the Authorization header must read 'Bearer sk-sealmesh-…'. " + _WHERE_FROM)
         key = self._key_set.find(presented.strip(), self._now())
         if key is None:
-            raise _refused("the API key is not known, was revoked or has expired")
+            raise _refused("the API key is not known, was revoked or has expired. " + _WHERE_FROM)
         return self._principal(key, self._key_set.epoch(key.tenant), self._deriver)
 
     def _principal(self, key: ApiKey, epoch: int, deriver: TenantDeriver) -> Principal:

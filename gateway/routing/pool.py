@@ -212,7 +212,7 @@ class WorkerPool:
         return SealmeshError(
             grpc.StatusCode.NOT_FOUND,
             "MODEL_NOT_FOUND",
-            f"The model `{shown}` does not exist.",
+            f"The model `{shown}` does not exist; GET /v1/models (gRPC: ListModels) lists those that do.",
             field="model",
         )
 

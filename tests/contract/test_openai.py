@@ -182,6 +182,8 @@ class TestErrors:
             )
         error = await self.expect(reply, 401, "invalid_api_key")
         assert error["type"] == "authentication_error"
+        assert "Ask the operator" in error["message"]
+        assert "sealmesh keys api-key create" in error["message"]
         assert worker.requests == []
 
     async def test_two_credentials_are_ambiguous(self, gateway: RunningGateway) -> None:
@@ -200,6 +202,7 @@ class TestErrors:
                 await api.models.retrieve("gpt-9")
         assert caught.value.code == "model_not_found"
         assert "`gpt-9` does not exist" in caught.value.message
+        assert "GET /v1/models" in caught.value.message
 
     async def test_malformed_json_names_the_position(self, http: httpx.AsyncClient) -> None:
         reply = await http.post(CHAT, content=b'{"model": "echo",\n "messages": [}')
