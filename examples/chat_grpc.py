@@ -15,7 +15,15 @@ from sealmesh.protos.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 def main() -> int:
     """Print the answer as it is made, then why it ended; returns the exit code."""
-    metadata = (("authorization", f"Bearer {os.environ['SEALMESH_API_KEY']}"),)
+    key = os.environ.get("SEALMESH_API_KEY")
+    if not key:
+        print(
+            "SEALMESH_API_KEY is not set: set it to your API key "
+            "(a local mesh keeps one in .sealmesh/keys/api-key), else ask the operator",
+            file=sys.stderr,
+        )
+        return 2
+    metadata = (("authorization", f"Bearer {key}"),)
     question = " ".join(sys.argv[1:]) or "What is the capital of France?"
     with grpc.insecure_channel(os.environ.get("SEALMESH_GRPC", "127.0.0.1:9090")) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)

@@ -37,6 +37,20 @@ async def test_python(gateway: RunningGateway, name: str) -> None:
     assert "one two three" in await run(gateway, sys.executable, str(EXAMPLES / name), "one", "two", "three")
 
 
+@pytest.mark.parametrize("key", [None, ""])
+async def test_grpc_without_a_key_says_what_to_set(key: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "SEALMESH_API_KEY"}
+    if key is not None:
+        environment["SEALMESH_API_KEY"] = key
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(EXAMPLES / "chat_grpc.py"), env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert err.decode().startswith("SEALMESH_API_KEY is not set: ")
+    assert err.count(b"\n") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
