@@ -126,13 +126,9 @@ class PrivacyFilter:
             )
             session = masked.session
             self._count(session)
-            set_attributes(
-                span,
-                {
-                    Attribute.PII_FINDINGS: len(session.findings),
-                    Attribute.PII_TYPES: ",".join(sorted(session.counts)),
-                },
-            )
+            set_attributes(span, {Attribute.PII_FINDINGS: len(session.findings)})
+            if session.counts:
+                set_attributes(span, {Attribute.PII_TYPES: ",".join(sorted(session.counts))})
         return MaskedBody(orjson.dumps(masked.body) if session.masked else encoded, session, self._telemetry)
 
     async def mask_text(self, text: str, principal: Principal) -> MaskedText:

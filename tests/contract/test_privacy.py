@@ -233,6 +233,7 @@ async def test_values_are_in_no_log_and_no_span(tmp_path: Path, capfd: pytest.Ca
         httpx.AsyncClient(base_url=gateway.http, headers=gateway.headers) as http,
     ):
         await http.post(CHAT, json=chat(TEXT, stream=True))
+        await http.post(CHAT, json=chat("nothing personal"))
         await http.post(CHAT, json=chat(TEXT) | {"chat_template": TEXT})
         await http.post(f"/v1/models/{VALUES[1]}", json={})
         await http.get(f"/api/v1/models/{VALUES[1]}?x={VALUES[2]}")
@@ -240,6 +241,9 @@ async def test_values_are_in_no_log_and_no_span(tmp_path: Path, capfd: pytest.Ca
     logged = capfd.readouterr()
     spans = "".join(path.read_text() for path in traces.glob("*.jsonl"))
     names = {json.loads(line)["name"] for line in spans.splitlines()}
+    masks = [json.loads(line)["attributes"] for line in spans.splitlines() if '"pii.mask"' in line]
+    types = {mask["sealmesh.pii.findings"]: mask.get("sealmesh.pii.types") for mask in masks}
+    assert types == {0: None, 3: "CN_ID,CN_MOBILE,EMAIL"}
     assert {"POST /v1/chat/completions", "pii.mask", "pii.restore"} <= names
     assert "sealmesh.inference.v1.InferenceService/ServeOpenAI" in names
     assert not any("Health" in name or "GetModelInfo" in name for name in names)
