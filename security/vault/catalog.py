@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import grpc
 from sealmesh.security.errors import configuration_invalid, integrity_failure
 from sealmesh.security.files import Folder
 from sealmesh.security.keys.signing import VerifyingKey
-from sealmesh.security.sealed.format import MANIFEST_NAME
+from sealmesh.security.sealed.format import MANIFEST_MAGIC, MANIFEST_NAME
 from sealmesh.security.sealed.keyring import read_manifest_bytes
 from sealmesh.security.sealed.manifest import Manifest
 from sealmesh.telemetry.logging import StructuredLogger
 from sealmesh.telemetry.runtime.errors import SealmeshError
+
+# Names that an error lists; more would no longer be one line.
+_MAX_NAMES: Final = 10
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class ModelCatalog:
     Args:
         models_dir: its direct subfolders with a manifest are the models.
         pinned: keys that must have signed them.
-        log: gets a line for each folder that is left out, once per state of its manifest.
+        log: gets one warning for each sealed folder that is left out; other folders show at debug level only.
     """
 
     def __init__(self, models_dir: Path, pinned: list[VerifyingKey], log: StructuredLogger) -> None:
@@ -57,6 +61,7 @@ class ModelCatalog:
         self._pinned = pinned
         self._log = log
         self._known: dict[Path, tuple[tuple[int, int, int], CatalogEntry | SealmeshError]] = {}
+        self._warned: set[Path] = set()
 
     def scan(self) -> dict[str, CatalogEntry]:
         """The models by name; of several sealings of one name, the highest version.
@@ -77,7 +82,8 @@ class ModelCatalog:
 
         Raises MODEL_NOT_FOUND, or the reason why the folder of that name does not verify.
         """
-        entry = self.scan().get(name)
+        models = self.scan()
+        entry = models.get(name)
         if entry is not None:
             return entry
         broken = self._known.get(self._models_dir / name)
@@ -86,8 +92,19 @@ class ModelCatalog:
         raise SealmeshError(
             grpc.StatusCode.NOT_FOUND,
             "MODEL_NOT_FOUND",
-            f"no sealed model {name!r} below {self._models_dir}; seal one with: sealmesh seal",
+            f"no sealed model {name!r} below {self._models_dir}; {self._instead(name, models)}",
         )
+
+    def _instead(self, name: str, models: dict[str, CatalogEntry]) -> str:
+        """What is there: a model keeps the name under which it was sealed, whatever its folder is called."""
+        if not models:
+            return "seal one with: sealmesh seal"
+        known = self._known.get(self._models_dir / name)
+        if known is not None and isinstance(known[1], CatalogEntry):
+            sealed_as = known[1].manifest.name
+            return f"the folder {name} holds a model that was sealed as {sealed_as!r}: use that name"
+        names = ", ".join(list(models)[:_MAX_NAMES]) + (", …" if len(models) > _MAX_NAMES else "")
+        return f"there are: {names}"
 
     def _read_all(self) -> dict[Path, CatalogEntry | SealmeshError]:
         try:
@@ -108,12 +125,19 @@ class ModelCatalog:
         return {path: entry for path, (_, entry) in found.items()}
 
     def _read(self, path: Path) -> CatalogEntry | SealmeshError:
+        encoded = b""
         try:
             with Folder(path) as folder:
                 encoded = read_manifest_bytes(folder)
             manifest = Manifest.decode(encoded, str(path / MANIFEST_NAME), self._pinned)
         except SealmeshError as exc:
-            self._log.warning("a model is left out", folder=str(path), cause=exc.message)
+            if encoded.startswith(MANIFEST_MAGIC) and path not in self._warned:
+                self._warned.add(path)
+                self._log.warning("a model is left out", folder=str(path), cause=exc.message)
+            else:
+                self._log.debug("a folder is left out", folder=str(path), cause=exc.message)
             return exc
+        # Good now: should it break again, that is news.
+        self._warned.discard(path)
         self._log.info("model found", model=manifest.name, version=manifest.version, folder=str(path))
         return CatalogEntry(path, manifest)
