@@ -161,6 +161,11 @@ class SlotFile:
         bare = cls(model_id, tuple(slots), b"")
         return cls(model_id, bare.slots, _mac(data_key, model_id, bare._content()))
 
+    def check_model(self, model_id: bytes, what: str) -> None:
+        """Raises INTEGRITY_FAILURE unless the file names this model; needs no key."""
+        if self.model_id != model_id:
+            raise integrity_failure(f"{what} belongs to another sealed model")
+
     def unlock(
         self, source: KeySource, *, model_id: bytes, commitment: bytes, engine: Sm4GcmEngine, what: str
     ) -> bytearray:
@@ -169,8 +174,7 @@ class SlotFile:
         Raises KEY_SLOT_MISMATCH when no slot opens with the source, INTEGRITY_FAILURE when the file was
         changed or belongs to another model than `model_id` and `commitment` (from the manifest) say.
         """
-        if self.model_id != model_id:
-            raise integrity_failure(f"{what} belongs to another sealed model")
+        self.check_model(model_id, what)
         tried = 0
         for slot in self.slots:
             if slot.kind != source.kind:
@@ -191,7 +195,10 @@ class SlotFile:
             others = ", ".join(sorted({slot.kind_name for slot in self.slots}))
             raise slot_mismatch(f"{what} has no {kind} slot; it opens with: {others}")
         hint = "wrong passphrase" if source.kind is SlotKind.PASSPHRASE else "the key is another one"
-        raise slot_mismatch(f"{what}: none of its {tried} {kind} slot(s) opens: {hint}")
+        # A changed check value or parameter looks the same as a wrong secret.
+        raise slot_mismatch(
+            f"{what}: none of its {tried} {kind} slot(s) opens: {hint}, or the slot file was changed"
+        )
 
 
 def _open_slot(

@@ -67,7 +67,8 @@ def verify_folder(
     with Folder(path) as folder, ThreadPoolExecutor(threads or default_threads()) as pool:
         manifest = Manifest.decode(read_manifest_bytes(folder), f"manifest of {path}", pinned)
         if source is None:
-            _collect(problems, lambda: read_slots(folder))
+            slots_path = str(path / SLOTS_NAME)
+            _collect(problems, lambda: read_slots(folder).check_model(manifest.model_id, slots_path))
         else:
             data_key = unlock_data_key(folder, manifest, source, engine)
         try:

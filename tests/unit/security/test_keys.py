@@ -125,7 +125,7 @@ def test_each_of_several_slots_opens_the_same_key(lab: Lab) -> None:
 
 def test_the_wrong_secret_is_a_clear_mismatch(lab: Lab) -> None:
     encoded = slot_file(lab.root, Lab.passphrase("right")).encode()
-    with pytest.raises(SealmeshError, match="wrong passphrase") as caught:
+    with pytest.raises(SealmeshError, match="wrong passphrase, or the slot file was changed") as caught:
         unlock(encoded, Lab.passphrase("wrong"))
     assert caught.value.reason == "KEY_SLOT_MISMATCH"
     with pytest.raises(SealmeshError, match="another one") as caught:

@@ -491,3 +491,10 @@ def _edited(data: bytes, edit: list[tuple[int, int]]) -> bytes:
     for position, value in edit:
         changed[position % len(changed)] = value
     return bytes(changed)
+
+
+def test_a_slot_file_of_another_model_is_noticed_without_a_key(lab: Lab, tampered: Path) -> None:
+    other = lab.seal(lab.plain(SAMPLE_FILES), name="other")
+    shutil.copyfile(other / SLOTS, tampered / SLOTS)
+    report = verify_folder(tampered, pinned=[lab.verifying_key])
+    assert report.problems == (f"{tampered / SLOTS} belongs to another sealed model",)
