@@ -97,7 +97,7 @@ def _classify(name: str, allow_code: bool) -> tuple[FileKind | None, str]:
     if suffix in _BLOBS or name in _LEGAL:
         return FileKind.BLOB, ""
     if suffix == ".py":
-        return (FileKind.BLOB, "") if allow_code else (None, "code; sealed only when allowed explicitly")
+        return (FileKind.BLOB, "") if allow_code else (None, "code; sealed only with --allow-code")
     if suffix in _OTHER_WEIGHTS:
         return None, "weights in another format than safetensors"
     if suffix == SEALED_SUFFIX:

@@ -26,7 +26,7 @@ def staged_folder(target: Path, *, overwrite: bool, mode: int, need_bytes: int) 
     if target.exists() and not target.is_dir():
         raise already_exists(f"{target} is a file; name a folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise already_exists(f"{target} is not empty; choose another folder or allow overwriting")
+        raise already_exists(f"{target} is not empty; choose another folder, or use --overwrite")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target)
