@@ -107,7 +107,8 @@ class JsonLinesExporter(SpanExporter):
         if self._file is None:
             self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._prune()
-            self._file = self.path.open("a", encoding="utf-8")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.fdopen(os.open(self.path, flags, 0o600), "a", encoding="utf-8")
         return self._file
 
     def _rotate(self, file: TextIO) -> None:

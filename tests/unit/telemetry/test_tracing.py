@@ -131,6 +131,17 @@ def write(exporter: JsonLinesExporter, count: int) -> None:
         exporter.export([span])  # type: ignore[list-item]  # the SDK's span is both kinds
 
 
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    exporter = JsonLinesExporter(tmp_path, "kvstore")
+    umask = os.umask(0)
+    try:
+        write(exporter, 1)
+    finally:
+        os.umask(umask)
+        exporter.shutdown()
+    assert exporter.path.stat().st_mode & 0o777 == 0o600
+
+
 def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:
     exporter = JsonLinesExporter(tmp_path, "kvstore", max_bytes=2000)
     write(exporter, 50)
