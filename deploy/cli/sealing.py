@@ -95,8 +95,11 @@ def seal(
     state = find_state(state_dir)
     own_root = key_file is None and not passphrase and passphrase_file is None
     if own_root or signing_key is None:
+        new = not state.root_key.exists() or not state.signing_key.exists()
         state.create()
         prepare_sealing_keys(state)
+        if new:
+            terminal.note(f"New keys in {state.keys}: without them the model cannot be opened; keep a copy.")
     with (
         key_sources(state, key_file, passphrase, passphrase_file, confirm=True) as sources,
         terminal.progress(),
@@ -206,11 +209,14 @@ def verify(
     with (
         key_sources(state, key_file, passphrase, passphrase_file, wanted=with_key) as sources,
         terminal.progress(),
-        terminal.step(f"Verifying {folder}") as step,
     ):
-        report = verify_folder(
-            folder, pinned=pinned, source=sources[0] if sources else None, progress=_bar(step)
-        )
+        step = terminal.start_step(f"Verifying {folder}")
+        try:
+            report = verify_folder(
+                folder, pinned=pinned, source=sources[0] if sources else None, progress=_bar(step)
+            )
+        finally:
+            step.remove()
     if as_json:
         terminal.json({**plain(report), "ok": report.ok})
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -51,7 +53,7 @@ answer = client.chat.completions.create(
 )
 print(answer.choices[0].message.content)
 
-sealmesh chat "What is the capital of France?"
+{tool} chat "What is the capital of France?"
 """
 
 
@@ -269,7 +271,6 @@ def _run_detached(
     state: StateFolder, plan: MeshPlan, terminal: Terminal, started: float, *, as_json: bool
 ) -> None:
     import subprocess
-    import sys
 
     from sealmesh.deploy.local.record import read_record
 
@@ -337,7 +338,16 @@ def show_ready(state: StateFolder, terminal: Terminal, elapsed_s: float, *, as_j
     out.print(f"[bold]Model[/]    {escape(record.model)}")
     out.print(f"[bold]OpenAI[/]   {record.gateway_url}/v1")
     out.print(f"[bold]API key[/]  {escape(key)}  [dim]({escape(str(state.api_key))})[/]\n")
-    out.print(Text(_SNIPPETS.format(url=record.gateway_url, key=key, model=record.model)))
+    out.print(Text(_SNIPPETS.format(url=record.gateway_url, key=key, model=record.model, tool=_own_name())))
+
+
+def _own_name() -> str:
+    """This tool as the reader can type it: by its name where PATH finds it, else by its place."""
+    own = Path(sys.argv[0]).absolute()
+    if shutil.which(own.name) == str(own) or not own.is_file():
+        return "sealmesh"
+    here = Path.cwd()
+    return str(own.relative_to(here)) if own.is_relative_to(here) else str(own)
 
 
 def ready_document(state: StateFolder, record: MeshRecord, elapsed_s: float) -> dict[str, object]:

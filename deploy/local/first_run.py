@@ -26,7 +26,7 @@ from sealmesh.deploy.local.mesh_config import (
     identities,
 )
 from sealmesh.deploy.local.state import StateFolder, write_private
-from sealmesh.telemetry.runtime.errors import SealmeshError
+from sealmesh.telemetry.runtime.errors import Reason, SealmeshError
 
 DEMO_TENANT = "demo"
 _SOURCE_SUFFIX = ".source"
@@ -108,16 +108,49 @@ def prepare_model(state: StateFolder, mesh: MeshSettings, reporter: Reporter) ->
         raise _not_found(f"model folder {folder} does not exist")
     if not (folder / MANIFEST_NAME).exists():
         return _plain_model(state, folder, mesh.name or _served_name(folder), reporter)
-    if mesh.name and mesh.name != folder.name:
+    return _sealed_model(state, folder, mesh)
+
+
+def _sealed_model(state: StateFolder, folder: Path, mesh: MeshSettings) -> ServedModel:
+    """A sealed folder, used in place. Signer and key are tried before anything starts."""
+    from sealmesh.security.keys.signing import load_verifying_key
+    from sealmesh.security.keys.sources import source_from_files
+    from sealmesh.security.sealed.reader import open_sealed
+
+    own_key = mesh.key_file is None and mesh.passphrase_file is None
+    root_key_file = state.root_key if own_key else mesh.key_file
+    verifying_key_file = mesh.verifying_key or state.verifying_key
+    pinned = load_verifying_key(verifying_key_file)
+    with open_sealed(folder, pinned=None) as sealed:
+        name, signer = sealed.manifest.name, sealed.manifest.signer
+        if signer != pinned:
+            raise _refused(
+                "INTEGRITY_FAILURE",
+                f"{folder} is signed by {signer.key_id}, not by {pinned.key_id} ({verifying_key_file}): "
+                "if you trust that signer, name its public key with --verifying-key",
+            )
+        source = source_from_files(root_key_file, mesh.passphrase_file)
+        try:
+            sealed.unlock(source)
+        except SealmeshError as error:
+            if error.reason != "KEY_SLOT_MISMATCH":
+                raise
+            raise _refused(
+                error.reason,
+                f"{error.message}; give the secret that it was sealed with: --key-file or --passphrase-file",
+            ) from error
+        finally:
+            source.close()
+    if mesh.name and mesh.name != name:
         raise configuration_error(
-            f"a sealed folder is served under its own name, {folder.name!r}: leave out --name"
+            f"{folder} was sealed as {name!r} and is served under that name: leave out --name"
         )
     return ServedModel(
-        name=folder.name,
+        name=name,
         models_dir=folder.parent,
-        root_key_file=mesh.key_file,
+        root_key_file=root_key_file,
         passphrase_file=mesh.passphrase_file,
-        verifying_key_file=mesh.verifying_key or state.verifying_key,
+        verifying_key_file=verifying_key_file,
     )
 
 
@@ -276,3 +309,7 @@ def _convert(target: Path, sender: Connection) -> None:
 
 def _not_found(message: str) -> SealmeshError:
     return SealmeshError(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", message)
+
+
+def _refused(reason: Reason, message: str) -> SealmeshError:
+    return SealmeshError(grpc.StatusCode.FAILED_PRECONDITION, reason, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from sealmesh.deploy.local.first_run import plain_folder, prepare_model, prepare
 from sealmesh.deploy.local.mesh_config import MeshSettings, identities, tls_files
 from sealmesh.deploy.local.state import StateFolder
 from sealmesh.gateway.access.keys import read_key_file
+from sealmesh.security.keys.signing import create_signing_key
+from sealmesh.security.keys.sources import create_root_key
 from sealmesh.telemetry.runtime.errors import SealmeshError
 
 
@@ -80,16 +83,32 @@ def test_a_changed_folder_is_not_served_under_the_old_seal(state: StateFolder, p
     assert other.name == "tiny-2"
 
 
-def test_a_sealed_folder_is_used_in_place(state: StateFolder, plain: Path, tmp_path: Path) -> None:
+def test_a_sealed_folder_is_used_in_place_under_its_sealed_name(
+    state: StateFolder, plain: Path, tmp_path: Path
+) -> None:
     prepare_model(state, MeshSettings(model=plain), Steps())
-    elsewhere = tmp_path / "shared"
-    elsewhere.mkdir()
-    (state.models / "tiny").rename(elsewhere / "tiny")
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(state.models / "tiny", elsewhere / "renamed")
+    model = prepare_model(state, MeshSettings(model=elsewhere / "renamed"), Steps())
+    assert (model.name, model.models_dir, model.root_key_file) == ("tiny", elsewhere, state.root_key)
+    with pytest.raises(SealmeshError, match="was sealed as 'tiny'"):
+        prepare_model(state, MeshSettings(model=elsewhere / "renamed", name="x"), Steps())
+
+
+def test_a_wrong_key_or_signer_is_found_before_anything_starts(
+    state: StateFolder, plain: Path, tmp_path: Path
+) -> None:
+    prepare_model(state, MeshSettings(model=plain), Steps())
+    sealed = state.models / "tiny"
     key = tmp_path / "other.key"
-    model = prepare_model(state, MeshSettings(model=elsewhere / "tiny", key_file=key), Steps())
-    assert (model.name, model.models_dir, model.root_key_file) == ("tiny", elsewhere, key)
-    with pytest.raises(SealmeshError, match="its own name"):
-        prepare_model(state, MeshSettings(model=elsewhere / "tiny", name="x"), Steps())
+    create_root_key(key)
+    with pytest.raises(SealmeshError, match="--key-file or --passphrase-file") as refused:
+        prepare_model(state, MeshSettings(model=sealed, key_file=key), Steps())
+    assert refused.value.reason == "KEY_SLOT_MISMATCH"
+    create_signing_key(tmp_path / "other.signing", tmp_path / "other.pub")
+    with pytest.raises(SealmeshError, match="--verifying-key") as refused:
+        prepare_model(state, MeshSettings(model=sealed, verifying_key=tmp_path / "other.pub"), Steps())
+    assert refused.value.reason == "INTEGRITY_FAILURE"
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
