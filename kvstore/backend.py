@@ -1,10 +1,11 @@
 """The store with what it needs to run: the embedded server if any, and a probe that readiness follows."""
 
 import asyncio
+import os
 
 from sealmesh.kvstore.embedded import EmbeddedRedis
 from sealmesh.kvstore.metrics import KVStoreMetrics
-from sealmesh.kvstore.redis_store import RedisOptions, RedisStore
+from sealmesh.kvstore.redis_store import RedisOptions, RedisStore, redacted
 from sealmesh.kvstore.settings import KVStoreSettings
 from sealmesh.kvstore.store import Store, StoreUnavailableError
 from sealmesh.telemetry.logging import StructuredLogger
@@ -64,9 +65,11 @@ class Backend:
             if self._embedded is not None:
                 await self._embedded.start()
             await self._store.start()
-        except StoreUnavailableError:
+        except StoreUnavailableError as error:
             await self.close()
-            raise
+            if self._embedded is not None:
+                raise
+            raise _unusable(self._settings.redis_url, error) from error
         self._answered()
         self._probe = asyncio.create_task(self._watch(), name="redis-probe")
 
@@ -102,3 +105,26 @@ class Backend:
 
     def _url(self) -> str:
         return self._embedded.url if self._embedded is not None else self._settings.redis_url
+
+
+def _unusable(url: str, error: StoreUnavailableError) -> StoreUnavailableError:
+    """The one line for a person whose configured server cannot be used."""
+    return StoreUnavailableError(
+        f"kvstore.redis_url = {redacted(url)} cannot be used ({_cause(error)}): start Redis there, correct "
+        "kvstore.redis_url, or run without a store: sealmesh up --no-kvstore"
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """The operating system's words when it has some (the client buries them), else the client's own."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    for link in chain:
+        if isinstance(link, OSError) and link.errno:
+            # Negative ones are the resolver's, whose text only the error has.
+            return os.strerror(link.errno) if link.errno > 0 else str(link.strerror)
+    text = str(chain[1] if len(chain) > 1 else error)
+    return " ".join(text.split()).rstrip(".")
