@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 
 from sealmesh.gateway.pii.candidates import Candidate
+from sealmesh.gateway.pii.glue import glue_of
 from sealmesh.gateway.pii.normalize import View
 from sealmesh.gateway.pii.recognizers import NUMBER_RECOGNIZERS, NumberRecognizer
 
 # Eleven digits or more, up to three separators between two of them. Possessive, so it never backtracks.
-_CHAIN_RE = re.compile(r"[0-9](?:[ \t.\-_\r\n]{0,3}+[0-9]){10,}+(?:[ .\-]?[Xx](?![A-Za-z0-9]))?")
+_CHAIN_RE = re.compile(r"[0-9](?:[ \t.\-_\r\n]{0,3}+[0-9]){10,}+(?:[Xx]|[ .\-][Xx](?![A-Za-z0-9]))?")
 _GROUP_RE = re.compile(r"[0-9]+|[Xx]")
 # A label and its filler lie within this many characters before the value.
 _LABEL_REACH = 32
@@ -51,8 +52,6 @@ class _Chain:
         self.text = text
         self.context = context
         groups = [match.span() for match in _GROUP_RE.finditer(text, start, end)]
-        if len(groups) > 1 and text[groups[-1][0]] in "Xx" and groups[-1][0] == groups[-2][1]:
-            groups[-2:] = [(groups[-2][0], groups[-1][1])]
         self.starts = [group[0] for group in groups]
         self.ends = [group[1] for group in groups]
         self.compact = "".join([text[a:b] for a, b in groups]).upper()
@@ -137,7 +136,10 @@ def _validated(
                 return None
             body += 1
     labelled = first == 0 and chain.labelled(recognizer)
-    if not _bounded(chain, first, last, start, labelled):
+    if _fraction(chain, first, last, start, labelled):
+        return None
+    glue = glue_of(chain.text, start, chain.ends[last])
+    if glue is not None and not recognizer.glued(glue, labelled):
         return None
     if (
         body != last
@@ -158,9 +160,9 @@ def _labelled(chain: _Chain, recognizer: NumberRecognizer) -> Candidate | None:
     for last, end in enumerate(chain.group_ends):
         if end > 20:
             break
-        if recognizer.labelled.fullmatch(chain.compact, 0, end) and _bounded(
-            chain, 0, last, chain.starts[0], True
-        ):
+        # A letter behind a value that no check digit vouches for makes it a word of its own.
+        behind = chain.text[chain.ends[last] : chain.ends[last] + 1]
+        if recognizer.labelled.fullmatch(chain.compact, 0, end) and not _ascii_alnum(behind):
             fits = last
             if last == 0:
                 break
@@ -169,19 +171,14 @@ def _labelled(chain: _Chain, recognizer: NumberRecognizer) -> Candidate | None:
     return Candidate(chain.starts[0], chain.ends[fits], recognizer.type, 0.7, False, recognizer.priority)
 
 
-def _bounded(chain: _Chain, first: int, last: int, start: int, labelled: bool) -> bool:
-    """Whether no ASCII letter touches the groups, and they are not the fraction of a number below one."""
+def _fraction(chain: _Chain, first: int, last: int, start: int, labelled: bool) -> bool:
+    """Whether the groups are the fraction of a number below one."""
     text = chain.text
-    end = chain.ends[last]
-    if end < len(text) and _ascii_alnum(text[end]):
-        return False
-    if labelled or start == 0 or text[start] == "+":
-        return True
-    if _ascii_alnum(text[start - 1]):
-        return False
-    return not (
-        first == last
+    return (
+        not labelled
+        and first == last
         and first > 0
+        and text[start] != "+"
         and text[start - 1] == "."
         and chain.ends[first - 1] == start - 1
         and chain.starts[first - 1] == start - 2
@@ -211,4 +208,4 @@ def _written_so(chain: _Chain, recognizer: NumberRecognizer, first: int, last: i
 
 def _is_ipv4(chain: _Chain, first: int) -> bool:
     octets = [chain.text[chain.starts[group] : chain.ends[group]] for group in range(first, first + 4)]
-    return all(int(octet) <= 255 for octet in octets)
+    return all(octet.isdecimal() and int(octet) <= 255 for octet in octets)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sealmesh.gateway.pii.checksums import gb11643_check, luhn_check, plausible_birth_date
+from sealmesh.gateway.pii.glue import Glue
 
 # What stands between a label and its value; sentence ends do not, they part the two.
 _FILLER = " \t\r\n:：=\"'“”‘’`*|>()（）[]【】<《「『_-#~/\\"
@@ -63,7 +64,8 @@ class NumberRecognizer:
     `lengths` are the lengths to try, longest first. A valid value scores `score`, more beside a label. A
     value that is not valid but follows a label and fits `labelled` scores 0.7: its owner called it personal.
     `layouts` are the group sizes in which people write it; `any_layout` drops that test where validation is
-    strong enough alone.
+    strong enough alone. `glued` says whether a valid value counts although ASCII letters touch it, given
+    these letters and whether a label announces it.
     """
 
     type: str
@@ -74,6 +76,7 @@ class NumberRecognizer:
     score: Callable[[str], float]
     labels: Labels
     labelled: re.Pattern[str]
+    glued: Callable[[Glue, bool], bool]
     layouts: frozenset[tuple[int, ...]] = field(default_factory=frozenset)
     any_layout: bool = False
     country_code: bool = False
@@ -107,6 +110,11 @@ def _score_cn_id(number: str) -> float:
     return 0.95 if number[:2] in _PROVINCES else 0.75
 
 
+def _glued_cn_id(_glue: Glue, _labelled: bool) -> bool:
+    # A date and a check character: one run of 18 random digits in some hundred thousand passes.
+    return True
+
+
 CN_ID = NumberRecognizer(
     type="CN_ID",
     priority=40,
@@ -119,6 +127,7 @@ CN_ID = NumberRecognizer(
         *("id card", "identity", "identity card", "national id", "citizen id", "sfz"),
     ),
     labelled=re.compile(r"[1-9](?:\d{14}|\d{15,16}[\dX]|\d{18})"),
+    glued=_glued_cn_id,
     any_layout=True,
 )
 
@@ -131,6 +140,11 @@ def _score_mobile(_number: str) -> float:
     return 0.85
 
 
+def _glued_mobile(glue: Glue, labelled: bool) -> bool:
+    # No check digit: letters on both sides are a serial number rather ("A13812345678B"), unless they label.
+    return not glue.like_a_hash() and (labelled or not (glue.before and glue.after))
+
+
 CN_MOBILE = NumberRecognizer(
     type="CN_MOBILE",
     priority=20,
@@ -141,9 +155,10 @@ CN_MOBILE = NumberRecognizer(
     labels=Labels(
         *("手机", "手機", "电话", "電話", "联系方式", "来电", "致电", "拨打", "短信", "微信"),
         *("mobile", "mobile phone", "phone", "cell", "cell phone", "tel", "telephone"),
-        *("contact", "call", "sms", "whatsapp"),
+        *("contact", "call", "sms", "whatsapp", "wechat", "weixin", "wx", "vx", "qq"),
     ),
     labelled=re.compile(r"1\d{10}"),
+    glued=_glued_mobile,
     layouts=frozenset({(3, 4, 4), (4, 4, 3), (3, 8), (7, 4), (3, 3, 5), (3, 5, 3)}),
     country_code=True,
 )
@@ -173,6 +188,11 @@ def _score_card(number: str) -> float:
     return 0.9 if len(number) >= 15 else 0.8
 
 
+def _glued_card(glue: Glue, _labelled: bool) -> bool:
+    # One run of digits in thirty has a BIN and a check digit: few, yet not few enough inside a hash.
+    return not glue.like_a_hash()
+
+
 BANK_CARD = NumberRecognizer(
     type="BANK_CARD",
     priority=30,
@@ -186,6 +206,7 @@ BANK_CARD = NumberRecognizer(
         *("visa", "mastercard", "maestro", "amex"),
     ),
     labelled=re.compile(r"\d{12,19}"),
+    glued=_glued_card,
     layouts=frozenset(
         {
             (4, 4, 4, 4),

@@ -23,6 +23,9 @@ _SHAPES: dict[str, str] = {
     "labels": "身份证",
     "openings": "[PHONE_",
     "labels of placeholders": "phone_id_",
+    "mobiles with letters": "a13800138000",
+    "numbers ended by x": "13800138000x",
+    "letters between digits": "a1",
 }
 _FILTER = PiiFilter(bytes(range(32)), 1)
 
