@@ -285,5 +285,5 @@ def test_a_configured_redis_that_is_not_there_is_one_clear_line(tmp_path: Path) 
     assert process.wait_exit() != 0
     errors = [line for line in process.log if '"error"' in line]
     assert len(errors) == 1
-    assert f"redis://127.0.0.1:{port}/0 does not answer" in errors[0]
+    assert f"redis://127.0.0.1:{port}/0 cannot be used" in errors[0]
     assert not any("secret" in line or "Traceback" in line for line in process.log)
