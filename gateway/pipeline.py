@@ -20,6 +20,7 @@ from typing import Final
 import grpc
 import orjson
 from sealmesh.gateway.access.identity import Principal
+from sealmesh.gateway.engine_errors import engine_error, plain_message
 from sealmesh.gateway.fields import JsonObject, admit
 from sealmesh.gateway.privacy import MaskedBody, PrivacyFilter
 from sealmesh.gateway.routing.pool import Worker, WorkerPool, not_ready
@@ -38,6 +39,7 @@ _RETRYABLE: Final = frozenset({"MODEL_NOT_READY", "OVERLOADED", "ENGINE_FAILED",
 _PEER_GONE: Final = frozenset({"DEPENDENCY_UNAVAILABLE", "CANCELLED"})
 _REFUSED_US: Final = frozenset({"CREDENTIAL_INVALID", "ROLE_DENIED"})
 _ERROR_EVENT: Final = b'{"error"'
+_ENGINE_FAILED: Final = "the engine failed; send the request again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,6 @@ class Answer:
     Leaving the block before the end cancels the RPC, which aborts the engine's request.
 
     Attributes:
-        status: HTTP status of the engine's OpenAI layer.
         streamed: whether documents are chunks of a stream, or one whole body.
         findings: what the privacy filter found in the request.
         usage: counts by the engine; set once the documents have ended.
@@ -99,19 +100,21 @@ class Answer:
         call: grpc.aio.UnaryStreamCall[inference_pb2.ServeOpenAIRequest, inference_pb2.ServeOpenAIResponse],
         masked: MaskedBody,
         model: str,
+        path: str,
     ) -> None:
         self._pipeline = pipeline
         self._call = call
         self._masked = masked
         self._model = model
+        self._path = path
         self._ready: list[bytes] = []
         self._sequence = 0
         self._ended = False
-        self._failed = False
+        self._error: SealmeshError | None = None
+        self._status = 0
         self._resources = ExitStack()
         self._resources.enter_context(worker.in_use())
         self.worker = worker
-        self.status = 0
         self.streamed = False
         self.usage: types_pb2.Usage | None = None
         self.findings = masked.findings
@@ -125,7 +128,7 @@ class Answer:
         message = await self._read()
         if message is None or message.WhichOneof("event") != "head":
             raise _broken("without a response head")
-        self.status = message.head.status
+        self._status = message.head.status
         self.streamed = message.head.content_type.startswith("text/event-stream")
         await self._advance()
 
@@ -133,11 +136,13 @@ class Answer:
         return self._documents()
 
     async def _documents(self) -> AsyncIterator[bytes]:
-        """Restored documents in order; raises SealmeshError when the stream breaks off."""
+        """Restored documents in order; raises SealmeshError for an error of the engine or a broken stream."""
         while True:
             for document in self._ready:
                 yield document
             self._ready = []
+            if self._ended and self._error is not None:
+                raise self._error
             if self._ended:
                 return
             await self._advance()
@@ -153,8 +158,11 @@ class Answer:
                 if message.json.sequence != self._sequence:
                     raise _broken(f"at document {self._sequence} (got {message.json.sequence})")
                 self._sequence += 1
-                self._failed = message.json.data.startswith(_ERROR_EVENT)
-                self._ready = self._restored(message.json.data)
+                if self._status >= 400 or message.json.data.startswith(_ERROR_EVENT):
+                    # The first error counts. What follows is read, so that the RPC ends as complete.
+                    self._error = self._error or self._engine_error(message.json.data)
+                elif self._error is None:
+                    self._ready = self._restored(message.json.data)
             elif event == "finish":
                 self._ended = True
                 self.usage = message.finish.usage
@@ -163,6 +171,21 @@ class Answer:
                 self._pipeline.meter(self._model, self.usage)
             else:
                 raise _broken("with an unexpected message")
+
+    def _engine_error(self, document: bytes) -> SealmeshError:
+        try:
+            error = engine_error(self._status, orjson.loads(document), self._path)
+        except orjson.JSONDecodeError:
+            raise _broken("with a document that is not JSON") from None
+        # An engine may quote the request in its complaint.
+        return SealmeshError(
+            error.code,
+            error.reason,
+            self._masked.restore_text(error.message),
+            metadata=error.metadata,
+            field=error.field,
+            retry_after_s=error.retry_after_s,
+        )
 
     def _restored(self, document: bytes) -> list[bytes]:
         try:
@@ -177,11 +200,6 @@ class Answer:
         except grpc.aio.AioRpcError as error:
             # The answer is whole; how the worker tidied up is its own business.
             self._pipeline.note_untidy_end(error.code())
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last document was an error of the engine: the answer is not complete."""
-        return self._failed
 
     async def _read(self) -> inference_pb2.ServeOpenAIResponse | None:
         try:
@@ -216,6 +234,15 @@ class Answer:
             return not_ready("the worker is restarting or out of reach; try again shortly")
         if meant.reason == "DEADLINE_EXCEEDED":
             return deadline_exceeded()
+        if meant.reason == "ENGINE_FAILED":
+            return SealmeshError(
+                meant.code,
+                meant.reason,
+                plain_message(meant.message) or _ENGINE_FAILED,
+                metadata=meant.metadata,
+                field=meant.field,
+                retry_after_s=meant.retry_after_s,
+            )
         return meant
 
     async def __aenter__(self) -> Answer:
@@ -287,7 +314,12 @@ class Pipeline:
         while True:
             tried.append(worker)
             answer = Answer(
-                self, worker, worker.stub.ServeOpenAI(request, timeout=caller.remaining_s()), masked, model
+                self,
+                worker,
+                worker.stub.ServeOpenAI(request, timeout=caller.remaining_s()),
+                masked,
+                model,
+                path,
             )
             try:
                 await answer.open()

@@ -53,7 +53,7 @@ class MaskedBody:
             return [document]
         if not streamed:
             with self._telemetry.tracing.span("pii.restore"):
-                return [orjson.dumps(self._restore_whole(orjson.loads(document)))]
+                return [orjson.dumps(self._session.restore_unary(orjson.loads(document)))]
         if self._stream is None:
             self._stream = self._session.stream()
             self._began_ns = time.time_ns()
@@ -69,12 +69,9 @@ class MaskedBody:
         span.end()
         return [] if rest is None else [orjson.dumps(rest)]
 
-    def _restore_whole(self, response: dict[str, object]) -> dict[str, object]:
-        error = response.get("error")
-        if isinstance(error, dict) and isinstance(message := error.get("message"), str):
-            # An engine may quote the request in its complaint.
-            return {**response, "error": {**error, "message": self._session.restore_text(message)}}
-        return self._session.restore_unary(response)
+    def restore_text(self, text: str) -> str:
+        """A whole text, values put back."""
+        return self._session.restore_text(text) if self._session.masked else text
 
 
 class PrivacyFilter:

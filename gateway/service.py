@@ -11,7 +11,7 @@ import base64
 import binascii
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, Final, NoReturn, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 from urllib.parse import unquote
 
 import grpc
@@ -158,26 +158,9 @@ def model_id(name: str, field: str) -> str:
 async def _choices(answer: Answer) -> AsyncIterator[Mapping[str, Json]]:
     """The first choice of every document; raises when the engine reports an error."""
     async for raw in answer:
-        document = orjson.loads(raw)
-        if answer.status >= 400 or "error" in document:
-            _raise_engine_error(answer.status, document.get("error"))
-        choices = document.get("choices")
+        choices = orjson.loads(raw).get("choices")
         if choices:
             yield choices[0]
-
-
-def _raise_engine_error(status: int, error: object) -> NoReturn:
-    message = error.get("message") if isinstance(error, dict) else None
-    text = message if isinstance(message, str) and message else "the engine refused the request"
-    if status == 404:
-        raise SealmeshError(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", text, field="model")
-    if 400 <= status < 500:
-        # The engine tells this case by its wording only.
-        too_long = "maximum context length" in text or "maximum model length" in text
-        raise SealmeshError(
-            grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_TOO_LONG" if too_long else "INVALID_REQUEST", text
-        )
-    raise SealmeshError(grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED", text, retry_after_s=2.0)
 
 
 def _reason(choice: Mapping[str, Json], before: str | None) -> str | None:

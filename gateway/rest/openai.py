@@ -1,8 +1,8 @@
 """The OpenAI skin: JSON and server-sent events as OpenAI's clients expect them.
 
-Answers are the engine's own documents, byte for byte where the privacy filter changed nothing. Errors have
-OpenAI's body and status. A stream that breaks off ends with an error event and without `[DONE]`, so it can
-never be taken for a complete one.
+Answers are the engine's own documents, byte for byte where the privacy filter changed nothing. Errors, the
+engine's own too, have OpenAI's body and status. A stream that breaks off ends with an error event and
+without `[DONE]`, so it can never be taken for a complete one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 import grpc
 import orjson
 from sealmesh.gateway.access.identity import Authenticator, Principal
+from sealmesh.gateway.engine_errors import OPENAI_CODE
 from sealmesh.gateway.fields import CHAT_COMPLETIONS, COMPLETIONS, EMBEDDINGS
 from sealmesh.gateway.http import JSON, DisconnectGuard, Exchange, parse_object
 from sealmesh.gateway.pipeline import GRACE_S, Answer, Caller, Pipeline, deadline_exceeded
@@ -116,18 +117,20 @@ class OpenAIFront:
                     asyncio.timeout(self._timeout_s + GRACE_S),
                     await self._pipeline.infer(path, body, caller) as answer,
                 ):
-                    if answer.streamed:
-                        await _stream(exchange, answer)
-                    else:
-                        await _unary(exchange, answer)
-                    _note(exchange, answer)
+                    try:
+                        if answer.streamed:
+                            await _stream(exchange, answer)
+                        else:
+                            await _unary(exchange, answer)
+                    finally:
+                        _note(exchange, answer)
             except TimeoutError:
                 raise deadline_exceeded() from None
 
 
 async def _unary(exchange: Exchange, answer: Answer) -> None:
     documents = [document async for document in answer]
-    await exchange.respond(answer.status, JSON, b"".join(documents))
+    await exchange.respond(200, JSON, b"".join(documents))
 
 
 async def _stream(exchange: Exchange, answer: Answer) -> None:
@@ -139,8 +142,7 @@ async def _stream(exchange: Exchange, answer: Answer) -> None:
         exchange.fields["reason"] = error.reason
         await exchange.finish(b"data: %b\n\n" % error_body(error))
         return
-    # An engine that failed has said so in its last document; [DONE] would make that look complete.
-    await exchange.finish(b"" if answer.failed else _DONE)
+    await exchange.finish(_DONE)
 
 
 def _note(exchange: Exchange, answer: Answer) -> None:
@@ -180,7 +182,7 @@ def error_body(error: SealmeshError, status: int | None = None) -> bytes:
                 "message": error.message,
                 "type": _TYPES.get(status or error.http_status, "server_error"),
                 "param": error.field,
-                "code": _CODES.get(error.reason, error.reason.lower()),
+                "code": error.metadata.get(OPENAI_CODE) or _CODES.get(error.reason, error.reason.lower()),
             }
         }
     )

@@ -189,6 +189,36 @@ async def test_an_engine_error_is_a_status_not_data(
     assert SealmeshError.from_rpc_error(caught.value).reason == "ENGINE_FAILED"
 
 
+@pytest.mark.parametrize(
+    ("status", "message", "reason"),
+    [
+        (400, "This model's maximum context length is 2048 tokens.", "CONTEXT_TOO_LONG"),
+        (400, "n must be at most 4. Set the VLLM_MAX_N_SEQUENCES environment variable.", "INVALID_REQUEST"),
+        (404, "The model `echo` does not exist.", "MODEL_NOT_FOUND"),
+    ],
+)
+async def test_a_refusal_by_the_engine_is_a_status_in_our_words(
+    channel: grpc.aio.Channel,
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    status: int,
+    message: str,
+    reason: str,
+) -> None:
+    async def refuse(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
+        yield head(status)
+        yield event(0, error_document(status, message))
+        yield finish(0, 0)
+
+    worker.script = refuse
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(stub.GenerateText(generate(), metadata=gateway.metadata)))
+    error = SealmeshError.from_rpc_error(caught.value)
+    assert error.reason == reason
+    assert error.message == message.partition(" Set the")[0]
+
+
 async def test_large_message(channel: grpc.aio.Channel, gateway: RunningGateway) -> None:
     text = "some words " * 800_000  # 8.8 MB
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)

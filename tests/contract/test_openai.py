@@ -295,7 +295,63 @@ class TestErrors:
                         model="echo", messages=[{"role": "user", "content": "x"}], stream=stream
                     )
                 assert message in caught.value.message
-                assert caught.value.type == "BadRequestError"
+                assert caught.value.type == "invalid_request_error"
+                assert caught.value.code == "context_length_exceeded"
+
+    async def test_embeddings_of_a_model_that_makes_none(
+        self, http: httpx.AsyncClient, worker: ScriptedWorker
+    ) -> None:
+        async def refuse(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
+            yield head(404)
+            yield event(0, {"detail": "Not Found"})
+            yield finish(0, 0)
+
+        worker.script = refuse
+        reply = await http.post("/v1/embeddings", json={"model": "echo", "input": "x"})
+        error = await self.expect(reply, 400, "unsupported")
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == "model"
+        assert "does not make embeddings" in error["message"]
+        assert not worker.cancelled.is_set()
+
+    async def test_a_validator_dump_is_one_line(
+        self, http: httpx.AsyncClient, worker: ScriptedWorker
+    ) -> None:
+        dump = (
+            "2 validation errors:\n  {'type': 'a', 'loc': 'body.stop', 'msg': 'Input should be short', "
+            "'input': '[PHONE_X]'}\n  {'type': 'b', 'loc': 'body.stop', 'msg': 'Other'}"
+        )
+
+        async def refuse(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
+            yield head(400)
+            document = error_document(400, dump)["error"]
+            assert isinstance(document, dict)
+            yield event(0, {"error": document | {"type": "Bad Request", "param": "body.stop"}})
+            yield finish(0, 0)
+
+        worker.script = refuse
+        for stream in (False, True):
+            reply = await http.post(CHAT, json=HELLO | {"stream": stream})
+            error = await self.expect(reply, 400, "invalid_value")
+            assert error["message"] == "stop: Input should be short"
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == "stop"
+
+    async def test_a_dead_engine_shows_nothing_of_itself(
+        self, http: httpx.AsyncClient, worker: ScriptedWorker
+    ) -> None:
+        raw = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        status = SealmeshError(grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED", raw).to_status()
+
+        async def fail(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, raw, ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+            )
+            yield head()
+
+        worker.script = fail
+        error = await self.expect(await http.post(CHAT, json=HELLO), 503, "engine_failed")
+        assert error["message"] == "the engine failed; send the request again"
 
     async def test_typed_error_of_the_worker(self, http: httpx.AsyncClient, worker: ScriptedWorker) -> None:
         error = SealmeshError(
@@ -504,7 +560,14 @@ class TestStreams:
 
         worker.script = script
         events = sse((await http.post(CHAT, json=HELLO | {"stream": True})).text)
-        assert json.loads(events[-1])["error"]["message"] == "engine died"
+        assert json.loads(events[0])["choices"][0]["delta"]["content"] == "half"
+        assert json.loads(events[-1])["error"] == {
+            "message": "engine died",
+            "type": "service_unavailable_error",
+            "param": None,
+            "code": "engine_failed",
+        }
+        assert not worker.cancelled.is_set()
 
     @pytest.mark.parametrize("stream", [True, False])
     async def test_failure_before_the_first_document_is_a_status(
