@@ -28,6 +28,7 @@ from sealmesh.telemetry.tracing import remote_context
 __all__ = ["GatewayApp"]
 
 ErrorWriter = Callable[[Exchange, SealmeshError, int], Awaitable[None]]
+StreamEnder = Callable[[Exchange, SealmeshError], Awaitable[None]]
 
 _CLIENT_GONE: Final = 499
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -38,6 +39,7 @@ class _Route:
     name: str
     handle: Handler
     fail: ErrorWriter
+    break_off: StreamEnder
 
 
 class GatewayApp:
@@ -60,7 +62,7 @@ class GatewayApp:
         self._active = telemetry.metrics.gauge("http_server_active_requests", "Requests being answered now.")
 
         def v1(path: str, handle: Handler) -> _Route:
-            return _Route(path, handle, openai.respond_error)
+            return _Route(path, handle, openai.respond_error, _end_openai_stream)
 
         self._exact: Mapping[str, Mapping[str, _Route]] = {
             "/v1/chat/completions": {"POST": v1("/v1/chat/completions", openai_front.chat_completions)},
@@ -69,9 +71,9 @@ class GatewayApp:
             "/v1/models": {"GET": v1("/v1/models", openai_front.list_models)},
         }
         self._model = {"GET": v1("/v1/models/{id}", openai_front.get_model)}
-        self._rest = _Route("/api/v1", rest_front.handle, native.respond_error)
+        self._rest = _Route("/api/v1", rest_front.handle, native.respond_error, _end_native_stream)
         self._unknown_v1 = v1("/v1/*", openai_front.unknown)
-        self._unknown = _Route("*", _not_found, native.respond_error)
+        self._unknown = _Route("*", _not_found, native.respond_error, _end_native_stream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
@@ -141,7 +143,7 @@ class GatewayApp:
         except SealmeshError as error:
             await self._fail(exchange, route, error)
         except asyncio.CancelledError:
-            # The server is shutting down and its grace is over.
+            # The server is shutting down and its grace is nearly over (HttpServer.stop).
             await self._fail(exchange, route, _shutting_down())
         except Exception as error:  # noqa: BLE001  # the boundary: the caller gets an answer, the log the cause
             self._log.failure("request failed unexpectedly", error, request_id=exchange.request_id)
@@ -152,12 +154,18 @@ class GatewayApp:
         if exchange.status == 0:
             await route.fail(exchange, error, error.http_status)
         elif not exchange.completed:
-            # Too late for a status. Without its last chunk the response cannot be taken for a whole one.
-            raise _BrokenOffError(error.reason) from None
+            # Too late for a status: the error is the last event of the stream.
+            await route.break_off(exchange, error)
 
 
-class _BrokenOffError(Exception):
-    """A response that has begun cannot be completed; the server closes the connection on it."""
+async def _end_openai_stream(exchange: Exchange, error: SealmeshError) -> None:
+    await exchange.finish(b"data: %b\n\n" % openai.error_body(error))
+
+
+async def _end_native_stream(exchange: Exchange, error: SealmeshError) -> None:
+    sse = "text/event-stream" in (exchange.header(b"accept") or "").lower()
+    frame = b"data: %b\n\n" if sse else b"%b\n"
+    await exchange.finish(frame % native.status_body(error, error.http_status))
 
 
 async def _not_found(exchange: Exchange) -> None:

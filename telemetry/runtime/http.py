@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _JSON: Final = "application/json"
+# Time for responses to end once their tasks are cancelled.
+_LAST_WORDS_S: Final = 1.0
 
 
 def side_routes(
@@ -88,7 +91,7 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: raw ASGI application.
-        grace_s: how long open requests may take to finish at `stop`.
+        grace_s: how long open requests may take to finish at `stop`, in seconds.
         options: TLS and limits.
     """
 
@@ -108,10 +111,13 @@ class HttpServer(uvicorn.Server):
                 limit_concurrency=options.max_connections,
                 ws="none",
                 interface="asgi3",
-                timeout_graceful_shutdown=max(1, round(grace_s)),
+                # `stop` ends what is open; this is only a bound should that fail.
+                timeout_graceful_shutdown=math.ceil(grace_s + 3 * _LAST_WORDS_S),
             )
         )
         self._options = options
+        self._grace_s = grace_s
+        self._hurried = asyncio.Event()
         self._listening = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -138,10 +144,36 @@ class HttpServer(uvicorn.Server):
             await self._task
 
     async def stop(self) -> None:
-        """Refuses new connections and waits for open requests, up to the grace."""
-        if self._task is not None:
-            self.should_exit = True
-            await self._task
+        """Refuses new connections and lets open requests finish within the grace.
+
+        A second before the grace is over (half of a short one), the tasks of applications that still answer
+        are cancelled. An application that streams takes CancelledError as the word to end its response in
+        an orderly way, say with an error event, within that second. Then the connections are cut.
+        """
+        if self._task is None:
+            return
+        self.should_exit = True
+        last_words_s = min(_LAST_WORDS_S, self._grace_s / 2)
+        hurried = asyncio.create_task(self._hurried.wait(), name="http hurried")
+        try:
+            await asyncio.wait(
+                {self._task, hurried},
+                timeout=self._grace_s - last_words_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            hurried.cancel()
+        for request in tuple(self.server_state.tasks):
+            request.cancel("the server is shutting down")
+        await asyncio.wait({self._task}, timeout=last_words_s)
+        for connection in tuple(self.server_state.connections):
+            # Its application, if any, is told that the caller has gone.
+            connection.transport.abort()
+        await self._task
+
+    def hurry(self) -> None:
+        """Ends the grace of a `stop` that is under way, or yet to come, at once."""
+        self._hurried.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's hook: its listeners are made here."""

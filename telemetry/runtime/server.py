@@ -24,10 +24,24 @@ from sealmesh.telemetry.runtime.lifecycle import Component
 from sealmesh.telemetry.runtime.settings import EXIT_USAGE, ServiceSettings
 from sealmesh.telemetry.telemetry import Telemetry
 
-__all__ = ["EXIT_ADDRESS_IN_USE", "EXIT_FAILED", "ServerSpec", "ServiceServer", "serve", "server_options"]
+__all__ = [
+    "EXIT_ADDRESS_IN_USE",
+    "EXIT_FAILED",
+    "EXIT_REFUSED",
+    "ServerSpec",
+    "ServiceServer",
+    "serve",
+    "server_options",
+]
 
+# Exit codes of every service, beside 0 (an orderly stop) and EXIT_USAGE (2, the configuration is wrong).
+# 1 may be worth another attempt; the others come back until a person acts.
 EXIT_FAILED: Final = 1
 EXIT_ADDRESS_IN_USE: Final = 3
+EXIT_REFUSED: Final = 4
+"""Something sealed was refused: it was changed, an unknown signer signed it, or its key was not given."""
+
+_REFUSALS: Final = frozenset({"INTEGRITY_FAILURE", "KEY_DENIED", "KEY_SLOT_MISMATCH"})
 
 _READINESS_INTERVAL_S: Final = 0.2
 
@@ -162,7 +176,7 @@ class ServiceServer:
     async def hurry(self) -> None:
         """Ends a drain that is under way: open calls are cancelled."""
         if self._http is not None:
-            self._http.force_exit = True
+            self._http.hurry()
         await self._stop_grpc(0)
 
     async def _listen(self) -> None:
@@ -222,8 +236,9 @@ async def serve(spec: ServerSpec) -> int:
     """Runs a service until SIGTERM or SIGINT and returns the exit code of the process.
 
     0 after an orderly stop, EXIT_ADDRESS_IN_USE for a taken port, EXIT_USAGE when a component finds the
-    configuration wrong, EXIT_FAILED for all else. Each failure is logged as one line. A second signal
-    cuts the drain short. Closes the telemetry of the spec.
+    configuration wrong, EXIT_REFUSED when it finds something sealed changed or is given no key for it,
+    EXIT_FAILED for all else. Each failure is logged as one line. A second signal cuts the drain short.
+    Closes the telemetry of the spec.
     """
     server = ServiceServer(spec)
     log = spec.telemetry.log
@@ -248,6 +263,8 @@ async def serve(spec: ServerSpec) -> int:
 def _exit_code(error: SealmeshError) -> int:
     if isinstance(error, AddressInUseError):
         return EXIT_ADDRESS_IN_USE
+    if error.reason in _REFUSALS:
+        return EXIT_REFUSED
     return EXIT_USAGE if error.reason == "CONFIGURATION_INVALID" else EXIT_FAILED
 
 

@@ -290,6 +290,43 @@ async def test_shutdown_lets_a_stream_finish(tmp_path: Path) -> None:
         await closing
 
 
+@pytest.mark.parametrize("api", ["openai", "native", "native sse"])
+async def test_a_stream_that_outlasts_the_grace_ends_with_an_error_event(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], api: str
+) -> None:
+    async def script(request: inference_pb2.ServeOpenAIRequest, context: Context) -> Messages:
+        yield head(stream=True)
+        yield event(0, chat_chunk({"content": "first"}))
+        await asyncio.Event().wait()
+
+    path, body = CHAT, HELLO | {"stream": True}
+    if api != "openai":
+        path = "/api/v1/models/echo:createChatCompletion"
+        body = {"messages": [{"role": "ROLE_USER", "content": "hello"}]}
+    headers = {"accept": "text/event-stream"} if api == "native sse" else {}
+    async with ScriptedWorker() as worker:
+        worker.script = script
+        running = run_gateway(tmp_path, [worker.address], drain_grace_ms=500)
+        gateway = await running.__aenter__()
+        async with (
+            client(gateway) as http,
+            http.stream("POST", path, json=body, headers=headers) as reply,
+        ):
+            lines = reply.aiter_lines()
+            assert "first" in await anext(lines)
+            closing = asyncio.create_task(running.__aexit__(None, None, None))
+            # No protocol error: the response is complete as HTTP goes, and says that it is not otherwise.
+            rest = [line async for line in lines if line]
+        await closing
+        logged = capsys.readouterr().err
+        await asyncio.wait_for(worker.cancelled.wait(), 5)
+    assert "shutting down" in rest[-1]
+    assert '"error"' in rest[-1]
+    assert not any("[DONE]" in line for line in rest)
+    assert "reason=OVERLOADED" in logged
+    assert "ERROR" not in logged
+
+
 def files(tls: TlsFiles) -> dict[str, Any]:
     return {"tls_ca": tls.ca, "tls_certificate": tls.certificate, "tls_key": tls.key}
 

@@ -30,6 +30,8 @@ class Part:
             raise SealmeshError(
                 grpc.StatusCode.UNAVAILABLE, "DEPENDENCY_UNAVAILABLE", "Redis at nowhere:1 does not answer"
             )
+        if fail == f"{self.name}-refused":
+            raise SealmeshError(grpc.StatusCode.DATA_LOSS, os.environ["REASON"], "a tensor was changed")
         if fail == f"{self.name}-defect":
             raise ValueError("a defect")
         if fail == f"{self.name}-slow":

@@ -21,7 +21,7 @@ from sealmesh.telemetry.runtime.errors import SealmeshError
 from sealmesh.telemetry.runtime.health import Readiness
 from sealmesh.telemetry.runtime.http import HttpOptions, Receive, Scope, Send
 from sealmesh.telemetry.runtime.lifecycle import Component, running
-from sealmesh.telemetry.runtime.server import AddressInUseError
+from sealmesh.telemetry.runtime.server import EXIT_REFUSED, AddressInUseError
 from sealmesh.telemetry.runtime.settings import ServiceSettings
 from sealmesh.telemetry.trace_store import TraceStore
 
@@ -399,6 +399,17 @@ async def test_a_component_that_cannot_start_is_one_line_and_a_failure() -> None
     assert process.out.splitlines() == ["started one", "closed one"]
 
 
+@pytest.mark.parametrize("reason", ["INTEGRITY_FAILURE", "KEY_DENIED", "KEY_SLOT_MISMATCH"])
+async def test_a_refusal_of_something_sealed_is_the_last_line_and_its_own_exit_code(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setenv("REASON", reason)
+    async with echo_process(fail="two-refused") as process:
+        assert await process.ended() == EXIT_REFUSED
+    last = json.loads(process.err.splitlines()[-1])
+    assert (last["event"], last["reason"]) == ("a tensor was changed", reason)
+
+
 async def test_a_defect_at_the_start_says_what_and_where() -> None:
     async with echo_process(fail="two-defect") as process:
         assert await process.ended() == 1
@@ -438,3 +449,35 @@ async def test_a_certificate_that_cannot_be_used_is_said_at_the_start(
     wrong.write_text("not a certificate")
     with pytest.raises(SealmeshError, match=r"cannot use .*front\.pem"):
         await serve_echo(settings=with_http, http_options=HttpOptions(certificate=wrong, key=wrong))
+
+
+async def test_a_caller_that_does_not_read_holds_up_no_stop(
+    serve_echo: Serve, with_http: ServiceSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = asyncio.Event()
+    told: list[type[BaseException]] = []
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        piece = {"type": "http.response.body", "body": bytes(1 << 20), "more_body": True}
+        asked.set()
+        try:
+            for _ in range(64):
+                await send(piece)
+        except asyncio.CancelledError:
+            told.append(asyncio.CancelledError)
+            # Nobody reads this either.
+            await send({"type": "http.response.body", "body": b"bye"})
+
+    settings = with_http.model_copy(update={"drain_grace_ms": 400})
+    server = await serve_echo(settings=settings, http_app=endless)
+    host, _, port = server.http_address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    writer.write(b"GET /page HTTP/1.1\r\nhost: x\r\n\r\n")
+    await asyncio.wait_for(asked.wait(), 5)
+    started = asyncio.get_running_loop().time()
+    await server.close()
+    assert asyncio.get_running_loop().time() - started < 2
+    assert told == [asyncio.CancelledError]
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
+    writer.close()
