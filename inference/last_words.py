@@ -28,16 +28,25 @@ def say(reason: str, message: str) -> None:
 
 
 class StartFailures(logging.Handler):
-    """Says the first exception that vLLM logs in an engine process: why it did not start."""
+    """Says the first exception that vLLM logs in an engine process: why it did not start.
+
+    To be the first handler of its logger: when a reason was said already that a person can act on, it ends
+    the process in place of vLLM's tracebacks, which would bury that reason.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            say("ENGINE_FAILED", lines[0] if lines else type(error).__name__)
+        if error is None:
+            return
+        said = hear(Path(os.environ[LAST_WORDS_VARIABLE])) if os.environ.get(LAST_WORDS_VARIABLE) else None
+        if said is not None and said[0] != "ENGINE_FAILED":
+            # Not an error here: multiprocessing prints a traceback for every other exception.
+            raise SystemExit(1)
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        say("ENGINE_FAILED", lines[0] if lines else type(error).__name__)
 
 
 def hear(path: Path) -> tuple[str, str] | None:

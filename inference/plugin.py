@@ -35,4 +35,4 @@ def _log_like_worker(choice: str) -> None:
         for known_format in get_args(LogFormat):
             if (level, log_format) == (known_level, known_format):
                 configure_logging("worker", known_level, known_format)
-    logging.getLogger("vllm").addHandler(StartFailures())
+    logging.getLogger("vllm").handlers.insert(0, StartFailures())

@@ -38,6 +38,7 @@ _GIB: Final = 1 << 30
 _LAST_WORDS: Final[Mapping[str, tuple[grpc.StatusCode, Reason]]] = {
     "INTEGRITY_FAILURE": (grpc.StatusCode.DATA_LOSS, "INTEGRITY_FAILURE"),
     "KEY_DENIED": (grpc.StatusCode.PERMISSION_DENIED, "KEY_DENIED"),
+    "KEY_SLOT_MISMATCH": (grpc.StatusCode.UNAUTHENTICATED, "KEY_SLOT_MISMATCH"),
     "ENGINE_FAILED": (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED"),
     "DEPENDENCY_UNAVAILABLE": (grpc.StatusCode.UNAVAILABLE, "DEPENDENCY_UNAVAILABLE"),
 }

@@ -28,6 +28,7 @@ from sealmesh.security.sealed.writer import seal_folder
 from sealmesh.security.tls import LocalAuthority, channel_credentials
 from sealmesh.telemetry.runtime.channel import open_channel
 from sealmesh.telemetry.runtime.errors import SealmeshError
+from sealmesh.telemetry.runtime.server import EXIT_REFUSED
 
 from tests.support.service_process import ServiceProcess, vault_flags
 
@@ -415,12 +416,15 @@ def test_a_changed_tensor_fails_the_load_and_is_named(sealed: Sealed, tmp_path: 
         file.write(bytes([byte[0] ^ 1]))
     process = sealed.worker(DEEPSEEK, "--model-dir", str(copied))
     process.start(wait_ready=False)
-    assert process.wait_exit(START_S) == 1
+    assert process.wait_exit(START_S) == EXIT_REFUSED
     (error,) = [
         line
         for text in process.log
         if text.startswith("{") and (line := json.loads(text))["level"] == "error"
     ]
+    # A person looks at the last line, and no traceback may bury it.
+    assert json.loads(process.log[-1]) == error
+    assert "Traceback" not in "\n".join(process.log)
     assert error["reason"] == "INTEGRITY_FAILURE"
     assert victim.name in error["event"]
     assert "tensor" in error["event"]

@@ -82,6 +82,22 @@ def test_the_first_exception_that_is_logged_is_the_reason(
     assert hear(tmp_path / "words") == ("ENGINE_FAILED", "no kernel for it")
 
 
+def test_a_reason_that_was_said_ends_the_process_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(LAST_WORDS_VARIABLE, str(tmp_path / "words"))
+    logger = logging.Logger("vllm")
+    logger.addHandler(logging.StreamHandler())
+    logger.handlers.insert(0, StartFailures())
+    say("INTEGRITY_FAILURE", "tensor w was changed")
+    logger.error("a line without a traceback stays")
+    with pytest.raises(SystemExit) as ended:
+        logger.error("WorkerProc failed to start.", exc_info=RuntimeError("tensor w was changed"))
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "a line without a traceback stays\n"
+    assert hear(tmp_path / "words") == ("INTEGRITY_FAILURE", "tensor w was changed")
+
+
 async def test_work_in_a_daemon_thread_returns_and_raises() -> None:
     assert await in_daemon_thread(os.getpid) == os.getpid()
     assert await in_daemon_thread(lambda: threading.current_thread().daemon)
