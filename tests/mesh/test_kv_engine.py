@@ -77,7 +77,6 @@ def test_a_new_process_loads_what_an_old_one_computed(warm: KVEngine, cold: dict
         answer = warm.generate(prompt(number, 420), 40, tenant=ALICE)
         assert answer.cached_tokens == 13 * BLOCK
         assert answer.tokens == cold[f"p{number}"].tokens
-        assert answer.ttft_s < cold[f"p{number}"].ttft_s
 
 
 def test_several_requests_load_at_once(warm: KVEngine, cold: dict[str, Answer]) -> None:
