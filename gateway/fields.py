@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 import grpc
+from sealmesh.gateway.field_types import MESSAGE_TYPES, ROLES, wrong_type
 from sealmesh.telemetry.runtime.errors import SealmeshError
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
@@ -19,6 +20,9 @@ JsonObject: TypeAlias = dict[str, Json]
 CHAT_COMPLETIONS: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 EMBEDDINGS: Final = "/v1/embeddings"
+
+# Answers to one request, unless the operator sets another limit.
+MAX_CHOICES: Final = 16
 
 _SAMPLING: Final = frozenset(
     {
@@ -103,6 +107,7 @@ _STRIPPED: Final = frozenset(
     }
 )
 _REFUSED: Final[Mapping[str, str]] = {
+    "best_of": "not served; ask for n answers and choose among them",
     "prompt_embeds": "the privacy filter cannot read embeddings",
     "documents": "the privacy filter does not read documents; put their text into messages",
     "chat_template": "the model's own chat template is used",
@@ -133,12 +138,13 @@ _MESSAGE_STRIPPED: Final = frozenset({"annotations", "cache_control", "provider_
 _PART_TEXT: Final[Mapping[str, str]] = {"text": "text", "refusal": "refusal", "input_text": "text"}
 
 
-def admit(path: str, body: JsonObject) -> JsonObject:
+def admit(path: str, body: JsonObject, *, max_choices: int = MAX_CHOICES) -> JsonObject:
     """The part of ``body`` that may go on to the filter and the worker; ``body`` is not changed.
 
     Args:
         path: one of the path constants of this module.
         body: decoded request body.
+        max_choices: largest `n`; each answer takes a sequence of the engine.
 
     Raises:
         SealmeshError: FIELD_REFUSED names the field; INVALID_REQUEST for a wrong type or a missing field.
@@ -147,6 +153,9 @@ def admit(path: str, body: JsonObject) -> JsonObject:
     admitted: JsonObject = {}
     for name, value in body.items():
         if name in allowed:
+            what = wrong_type(name, value)
+            if what is not None:
+                raise invalid(f"{name} must be {what}", name)
             admitted[name] = value
         elif value is not None and name not in _STRIPPED:
             raise refused(name, _REFUSED.get(name, f"{path} does not know it"))
@@ -159,9 +168,9 @@ def admit(path: str, body: JsonObject) -> JsonObject:
     model = admitted.get("model")
     if not isinstance(model, str) or not model:
         raise invalid("you must give the name of a model", "model")
-    stream = admitted.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise invalid("stream must be true or false", "stream")
+    choices = admitted.get("n")
+    if isinstance(choices, int | float) and not 1 <= choices <= max_choices:
+        raise invalid(f"n must be from 1 to {max_choices} (the gateway's max_choices)", "n")
     return admitted
 
 
@@ -217,11 +226,14 @@ def _admit_chat(body: JsonObject) -> None:
 def _admit_message(message: Json, where: str) -> Json:
     if not isinstance(message, dict):
         raise invalid(f"{where} must be an object", where)
-    if not isinstance(message.get("role"), str):
-        raise invalid(f"{where}.role must be a string", f"{where}.role")
+    if message.get("role") not in ROLES:
+        raise invalid(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
     admitted: JsonObject = {}
     for name, value in message.items():
         if name in _MESSAGE_FIELDS:
+            what = wrong_type(name, value, MESSAGE_TYPES)
+            if what is not None:
+                raise invalid(f"{where}.{name} must be {what}", f"{where}.{name}")
             admitted[name] = value
         elif value is not None and name not in _MESSAGE_STRIPPED:
             raise refused(f"{where}.{name}", "messages have no such field here")

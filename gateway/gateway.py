@@ -57,7 +57,7 @@ class Gateway:
             lambda address: self._channel(address, None),
             telemetry.log,
         )
-        self._pipeline = Pipeline(self.pool, self.privacy, telemetry)
+        self._pipeline = Pipeline(self.pool, self.privacy, telemetry, max_choices=settings.max_choices)
         self._methods = GatewayMethods(self._pipeline, self.pool)
 
     def spec(self) -> ServerSpec:

@@ -21,7 +21,7 @@ import grpc
 import orjson
 from sealmesh.gateway.access.identity import Principal
 from sealmesh.gateway.engine_errors import engine_error, plain_message
-from sealmesh.gateway.fields import JsonObject, admit
+from sealmesh.gateway.fields import MAX_CHOICES, JsonObject, admit
 from sealmesh.gateway.privacy import MaskedBody, PrivacyFilter
 from sealmesh.gateway.routing.pool import Worker, WorkerPool, not_ready
 from sealmesh.protos.common.v1 import types_pb2
@@ -265,9 +265,18 @@ class Pipeline:
         pool: workers.
         privacy: PII filter; when it fails, the request fails and no worker is called.
         telemetry: spans `pii.mask` and `pii.restore`, token counters.
+        max_choices: largest `n` of a request.
     """
 
-    def __init__(self, pool: WorkerPool, privacy: PrivacyFilter, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        privacy: PrivacyFilter,
+        telemetry: Telemetry,
+        *,
+        max_choices: int = MAX_CHOICES,
+    ) -> None:
+        self._max_choices = max_choices
         self._pool = pool
         self._privacy = privacy
         self._log = telemetry.log
@@ -299,7 +308,7 @@ class Pipeline:
             SealmeshError: refused, or no worker could begin to answer.
         """
         caller.principal.require("infer")
-        admitted = admit(path, body)
+        admitted = admit(path, body, max_choices=self._max_choices)
         model = str(admitted["model"])
         # Before the filter's work: a name that nobody serves needs no masking.
         worker = self._pool.pick(model)

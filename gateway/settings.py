@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from pydantic import Field, model_validator
+from sealmesh.gateway.fields import MAX_CHOICES
 from sealmesh.telemetry.runtime.settings import ServiceSettings
 
 __all__ = ["GatewaySettings", "is_loopback"]
@@ -48,6 +49,9 @@ class GatewaySettings(ServiceSettings):
         ge=10,
         le=60_000,
         description="longest time of the privacy filter for one request, in milliseconds",
+    )
+    max_choices: int = Field(
+        MAX_CHOICES, ge=1, le=1024, description="most answers to one request (n); more is refused"
     )
     max_connections: int = Field(
         4096,

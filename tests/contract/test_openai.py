@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ import pytest
 from sealmesh.protos.inference.v1 import inference_pb2
 from sealmesh.telemetry.runtime.errors import STATUS_DETAILS_KEY, SealmeshError
 
-from tests.support.gateway import RunningGateway
+from tests.support.gateway import RunningGateway, run_gateway
 from tests.support.scripted_worker import (
     Context,
     ScriptedWorker,
@@ -451,10 +452,29 @@ class TestErrors:
             {"model": None},
             {"model": 7},
             {"stream": "yes"},
+            {"temperature": "13812345678 x"},
+            {"n": 17},
+            {"messages": [{"role": "13812345678", "content": "x"}]},
         ],
     )
-    async def test_wrong_types(self, http: httpx.AsyncClient, change: dict[str, object]) -> None:
-        await self.expect(await http.post(CHAT, json=HELLO | change), 400, "invalid_request")
+    async def test_wrong_types(
+        self, http: httpx.AsyncClient, worker: ScriptedWorker, change: dict[str, object]
+    ) -> None:
+        reply = await http.post(CHAT, json=HELLO | change)
+        error = await self.expect(reply, 400, "invalid_request")
+        assert str(error["param"]).startswith(next(iter(change)))
+        assert "138" not in reply.text
+        assert worker.requests == []
+
+    async def test_the_operator_limits_choices(self, tmp_path: Path) -> None:
+        async with (
+            ScriptedWorker() as worker,
+            run_gateway(tmp_path, [worker.address], max_choices=1) as gateway,
+            httpx.AsyncClient(base_url=gateway.http, headers=gateway.headers) as http,
+        ):
+            error = await self.expect(await http.post(CHAT, json=HELLO | {"n": 2}), 400, "invalid_request")
+            assert error["message"] == "n must be from 1 to 1 (the gateway's max_choices)"
+            assert (await http.post(CHAT, json=HELLO | {"n": 1})).status_code == 200
 
     async def test_revoked_key_stops_working(self, gateway: RunningGateway) -> None:
         from sealmesh.gateway.access.keys import KeySet, add_api_key, read_key_file, write_key_file
