@@ -256,7 +256,7 @@ def _run_foreground(
             raise CommandError(f"{error}; `sealmesh down` stops it") from error
     if failure is not None:
         _show_failure(state, failure, terminal)
-        raise typer.Exit(Exit.FAILED)
+        raise typer.Exit(_exit_of_service(failure.exit_code))
     terminal.note("The mesh has stopped.")
 
 
@@ -265,6 +265,15 @@ def _show_failure(state: StateFolder, failure: Failure, terminal: Terminal) -> N
         terminal.err.print(Text.assemble((f"{failure.service:<9}| ", "red"), printable(line)))
     log = state.log_of(failure.service)
     terminal.error(f"{failure.service} was given up: {failure.reason}; its whole log: {log}")
+
+
+def _exit_of_service(code: int | None) -> Exit:
+    """What the exit code of a service that was given up means for this command."""
+    from sealmesh.telemetry.runtime.server import EXIT_REFUSED
+    from sealmesh.telemetry.runtime.settings import EXIT_USAGE
+
+    known = {EXIT_USAGE: Exit.USAGE, EXIT_REFUSED: Exit.REFUSED}
+    return Exit.FAILED if code is None else known.get(code, Exit.FAILED)
 
 
 def _run_detached(
@@ -311,7 +320,7 @@ def _run_detached(
         problem = next((line for line in lines if line.startswith("error: ")), f"error: exit code {code}")
         for line in lines[lines.index(problem) + 1 :] if problem in lines else lines[-20:]:
             terminal.err.print(Text(printable(line)))
-        raise CommandError(problem.removeprefix("error: "))
+        raise CommandError(problem.removeprefix("error: "), _exit_of_service(code))
     show_ready(state, terminal, time.monotonic() - started, as_json=as_json)
     terminal.note("It runs in the background: `sealmesh status` shows it, `sealmesh down` stops it.")
 

@@ -15,6 +15,8 @@ from sealmesh.deploy.local.service import Service
 from sealmesh.deploy.local.state import StateFolder
 from sealmesh.deploy.local.supervisor import AlreadyRunsError, Failure, Supervisor
 from sealmesh.telemetry.runtime.errors import SealmeshError
+from sealmesh.telemetry.runtime.server import EXIT_REFUSED
+from sealmesh.telemetry.runtime.settings import EXIT_USAGE
 
 
 class _PlainListener:
@@ -53,7 +55,7 @@ def main() -> int:
         return 1
     if failure is not None:
         print(f"error: {describe_failure(failure, state.log_of(failure.service))}", flush=True)
-        return 1
+        return failure.exit_code if failure.exit_code in (EXIT_USAGE, EXIT_REFUSED) else 1
     return 0
 
 

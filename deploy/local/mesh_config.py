@@ -25,6 +25,7 @@ from sealmesh.deploy.local.state import StateFolder
 from sealmesh.deploy.local.supervisor import MeshPlan
 from sealmesh.deploy.local.toml_text import TomlValue, dump_toml
 from sealmesh.telemetry.runtime.errors import SealmeshError
+from sealmesh.telemetry.runtime.server import EXIT_REFUSED
 from sealmesh.telemetry.runtime.settings import EXIT_USAGE, ServiceSettings, resolve_settings
 
 DEMO_MODEL_NAME: Final = "smollm2-135m-instruct"
@@ -380,7 +381,7 @@ def _spec(
         restart=RestartPolicy(
             max_quick_failures=mesh.max_quick_failures,
             max_first_failures=min(2, mesh.max_quick_failures),
-            final_exit_codes=frozenset({EXIT_USAGE}),
+            final_exit_codes=frozenset({EXIT_USAGE, EXIT_REFUSED}),
         ),
     )
 

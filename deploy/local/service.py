@@ -59,6 +59,7 @@ class Service:
         self.identity: ProcessIdentity | None = None
         self.restarts = 0
         self.last_failure = ""
+        self.last_exit_code: int | None = None
         self.ready_after_s: float | None = None
         self._mesh_id = mesh_id
         self._log = log
@@ -199,6 +200,7 @@ class Service:
             stop.cancel()
 
     def _describe_exit(self, code: int) -> tuple[str, bool]:
+        self.last_exit_code = code
         if code < 0:
             return f"killed by {signal.Signals(-code).name}", False
         return f"exited with code {code}", code in self.spec.restart.final_exit_codes

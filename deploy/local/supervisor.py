@@ -57,6 +57,9 @@ class Failure:
     tail: tuple[str, ...]
     """The last lines that the service wrote, oldest first."""
 
+    exit_code: int | None = None
+    """Of the service's last process; None when it was not its end that counted."""
+
 
 @dataclass(frozen=True)
 class MeshPlan:
@@ -187,7 +190,9 @@ class Supervisor:
             if task.done() and (error := task.exception()) is not None:
                 return Failure(service.spec.name, f"{type(error).__name__}: {error}", tuple(service.tail))
             if service.state is ServiceState.FAILED and (service.spec.essential or not essential_only):
-                return Failure(service.spec.name, service.last_failure, tuple(service.tail))
+                return Failure(
+                    service.spec.name, service.last_failure, tuple(service.tail), service.last_exit_code
+                )
         return None
 
     async def _stop_services(self, tasks: dict[Service, asyncio.Task[None]]) -> None:

@@ -220,6 +220,7 @@ async def test_a_final_exit_code_is_not_tried_again(state: StateFolder) -> None:
     async with running(state, once) as mesh:
         failure = await asyncio.wait_for(asyncio.shield(mesh.task), 15)
     assert failure is not None
+    assert failure.exit_code == 7
     assert mesh.recorder.count("worker starting") == 1
 
 
