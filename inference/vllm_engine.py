@@ -22,6 +22,7 @@ from sealmesh.inference.last_words import LAST_WORDS_VARIABLE, hear
 from sealmesh.inference.model_folder import has_latent_attention
 from sealmesh.inference.parent_watch import ENGINE_OF_WORKER_VARIABLE
 from sealmesh.inference.settings import EngineArgument
+from sealmesh.inference.shared_memory import note_buffers
 from sealmesh.inference.worker_metrics import WorkerMetrics
 from sealmesh.telemetry.runtime.errors import Reason, SealmeshError
 from sealmesh.telemetry.runtime.http import AsgiApp
@@ -262,6 +263,10 @@ class VllmEngine:
         except Exception as exc:
             raise _start_failure(plan, exc) from exc
         self._client = client
+        try:
+            await in_daemon_thread(lambda: note_buffers(plan.private))
+        except OSError as exc:
+            log.warning("buffers will stay in /dev/shm if this worker is killed", cause=exc.strerror)
         await client.reset_mm_cache()
         tap = EngineTap(
             client.generate,

@@ -24,6 +24,7 @@ from sealmesh.inference.model_folder import (
 from sealmesh.inference.sealed_options import LOAD_FORMAT, SealedLoadOptions
 from sealmesh.inference.service import InferenceService
 from sealmesh.inference.settings import EngineArgument, WorkerSettings
+from sealmesh.inference.shared_memory import remove_noted_buffers
 from sealmesh.inference.vllm_engine import EnginePlan, VllmEngine
 from sealmesh.inference.watchdog import Watchdog
 from sealmesh.inference.worker_metrics import WorkerMetrics
@@ -158,7 +159,10 @@ def _sealed_model(settings: WorkerSettings, dtype_of: Callable[[Path], str]) -> 
         ) as sealed,
     ):
         folder = materialise(
-            sealed, base=settings.private_dir, allow_code=bool(settings.engine_args.get("trust_remote_code"))
+            sealed,
+            base=settings.private_dir,
+            allow_code=bool(settings.engine_args.get("trust_remote_code")),
+            on_abandoned=remove_noted_buffers,
         )
         dtype = dtype_of(folder.path)
         version = sm3(sealed.manifest.encoded).hex()

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from sealmesh.security.errors import configuration_invalid
@@ -50,7 +51,11 @@ class MaterialisedFolder:
 
 
 def materialise(
-    model: SealedModel, *, base: Path = DEFAULT_BASE, allow_code: bool = False
+    model: SealedModel,
+    *,
+    base: Path = DEFAULT_BASE,
+    allow_code: bool = False,
+    on_abandoned: Callable[[Path], object] = lambda _: None,
 ) -> MaterialisedFolder:
     """Writes every sealed blob of an unlocked model below a new private folder in `base`.
 
@@ -58,6 +63,7 @@ def materialise(
         model: unlocked; each file's tags are verified before its content is written.
         base: a folder on tmpfs or ramfs.
         allow_code: write `*.py` files too (they are signed like all others).
+        on_abandoned: gets each folder that a killed process left behind, just before it is removed.
 
     Raises CONFIGURATION_INVALID when `base` is not in memory or cannot be written.
     """
@@ -67,7 +73,7 @@ def materialise(
             f"{base} is on {filesystem}, not in memory: configuration and tokenizer would reach "
             "a disk in the clear; name a folder on tmpfs, or mount one"
         )
-    remove_abandoned(base)
+    remove_abandoned(base, on_abandoned)
     folder = _make_folder(base)
     try:
         for file in model.files():
@@ -127,7 +133,7 @@ def _write_private(path: Path, content: bytearray) -> None:
         os.close(fd)
 
 
-def remove_abandoned(base: Path) -> list[Path]:
+def remove_abandoned(base: Path, before: Callable[[Path], object] = lambda _: None) -> list[Path]:
     """Removes folders that their process left behind when it was killed; returns them.
 
     A living process holds a lock on its folder, whatever pid namespace it runs in.
@@ -138,6 +144,7 @@ def remove_abandoned(base: Path) -> list[Path]:
             continue
         fd = _lock(path, wait=False)
         if fd is not None:
+            before(path)
             shutil.rmtree(path, ignore_errors=True)
             os.close(fd)
             removed.append(path)

@@ -103,8 +103,10 @@ def test_a_killed_process_leaves_a_folder_that_the_next_one_removes(lab: Lab, sa
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=30)
     assert path.is_dir()
-    with lab.open(sample) as model, materialise(model):
+    told: list[Path] = []
+    with lab.open(sample) as model, materialise(model, on_abandoned=told.append):
         assert not path.exists()
+    assert path in told
 
 
 AUDITED_LOAD = """
