@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sealmesh.deploy.bench.gateway_latency import measure_gateway
 from sealmesh.deploy.bench.machine import describe_machine
-from sealmesh.deploy.bench.rigs import BareServer, EngineOptions, MeshRig, running
+from sealmesh.deploy.bench.rigs import BareServer, BenchError, EngineOptions, MeshRig, running
 from sealmesh.deploy.bench.throughput import measure_throughput
 from sealmesh.deploy.bench.ttft import measure_ttft
 from sealmesh.deploy.local.first_run import StepProgress, convert_in_child, plain_folder
@@ -44,6 +44,8 @@ class BenchModel:
     max_model_len: int = 4096
     kv_cache_gib: int = 1
     engine_args: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    """Further `section.field=value` settings of the mesh; they are part of the report."""
 
 
 class _Silent:
@@ -57,8 +59,8 @@ class _Silent:
 def bench_mesh(plan: BenchPlan, model: BenchModel, tell: Callable[[str], None]) -> dict[str, object]:
     """Runs all three benchmarks; returns what `--json` prints.
 
-    Raises BenchError when a part cannot be measured: there is no partial or made-up result. SealmeshError
-    when the model cannot be made.
+    A benchmark that cannot be measured has no figure but its reason under "failed". Raises BenchError when
+    the rigs do not start, SealmeshError when the model cannot be made.
     """
     machine = describe_machine()
     with plain_folder(_PLAIN_BYTES) as parent, tempfile.TemporaryDirectory(prefix="sealmesh-bench-") as work:
@@ -68,31 +70,46 @@ def bench_mesh(plan: BenchPlan, model: BenchModel, tell: Callable[[str], None]) 
             progress: StepProgress = _Silent(tell)
             convert_in_child(folder, progress)
         options = EngineOptions(
-            folder.name, folder, model.max_model_len, model.kv_cache_gib, model.engine_args
+            folder.name,
+            folder,
+            model.max_model_len,
+            model.kv_cache_gib,
+            model.engine_args,
+            model.settings,
         )
-        results = asyncio.run(_measure(plan, options, Path(work), tell))
+        measured, failed = asyncio.run(_measure(plan, options, Path(work), tell))
     return {
         "benchmark": "mesh",
         "machine": machine,
         "model": {"name": options.model_name, "max_model_len": model.max_model_len},
-        "results": {name: result["value"] for name, result in results.items()},
-        "details": results,
+        "settings": [*model.settings, *model.engine_args],
+        "results": {name: result["value"] for name, result in measured.items()},
+        "failed": failed,
+        "details": measured,
     }
 
 
 async def _measure(
     plan: BenchPlan, options: EngineOptions, work: Path, tell: Callable[[str], None]
-) -> dict[str, dict[str, object]]:
+) -> tuple[dict[str, dict[str, object]], dict[str, str]]:
     mesh = MeshRig(StateFolder(work / "state"), options)
     bare = BareServer(options, work / "vllm.log")
+    measured: dict[str, dict[str, object]] = {}
+    failed: dict[str, str] = {}
+
+    async def attempt(name: str, benchmark: Awaitable[dict[str, object]]) -> None:
+        try:
+            measured[name] = await benchmark
+        except BenchError as error:
+            failed[name] = str(error)
+
     tell("starting the mesh and the bare engine")
     async with running([mesh, bare]):
-        throughput = await measure_throughput(mesh.endpoint, bare.endpoint, rounds=plan.rounds, tell=tell)
+        await attempt(
+            "throughput_over_bare_engine",
+            measure_throughput(mesh.endpoint, bare.endpoint, rounds=plan.rounds, tell=tell),
+        )
         await bare.stop()
-        gateway = await measure_gateway(mesh, pairs=plan.pairs, tell=tell)
-        ttft = await measure_ttft(mesh, prompts=plan.prompts, tell=tell)
-    return {
-        "throughput_over_bare_engine": throughput,
-        "ttft_cold_over_restart_hit": ttft,
-        "gateway_added_p50_ms": gateway,
-    }
+        await attempt("gateway_added_p50_ms", measure_gateway(mesh, pairs=plan.pairs, tell=tell))
+        await attempt("ttft_cold_over_restart_hit", measure_ttft(mesh, prompts=plan.prompts, tell=tell))
+    return measured, failed

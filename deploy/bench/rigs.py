@@ -40,6 +40,8 @@ class EngineOptions:
     kv_cache_gib: int
     extra: tuple[str, ...] = ()
     """`key=value` engine options."""
+    settings: tuple[str, ...] = ()
+    """`section.field=value` settings of the mesh alone."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class MeshRig:
         ]
         for text in options.extra:
             command += ["--engine-arg", text]
+        for text in options.settings:
+            command += ["--set", text]
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -52,7 +52,11 @@ async def measure_ttft(mesh: MeshRig, *, prompts: int, tell: Callable[[str], Non
         index for index, answer in enumerate(hit) if answer.cached_tokens >= _LEAST_HIT * answer.prompt_tokens
     ]
     if len(found) < max(3, prompts / 2):
-        raise BenchError(f"only {len(found)} of {prompts} known prompts came from the cache; no figure")
+        listed = ", ".join(f"{answer.cached_tokens} of {answer.prompt_tokens}" for answer in hit)
+        raise BenchError(
+            f"only {len(found)} of {prompts} known prompts came from the cache (tokens: {listed}): on a busy "
+            "machine look-ups miss their deadline; try --set worker.kv_lookup_deadline_ms=1000"
+        )
     hit, cold = [hit[index] for index in found], [cold[index] for index in found]
     shares = [answer.cached_tokens / answer.prompt_tokens for answer in hit]
     return {

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from sealmesh.deploy.cli.console import Terminal, plain_table
-from sealmesh.deploy.cli.exits import CommandError
+from sealmesh.deploy.cli.exits import CommandError, Exit
 from sealmesh.deploy.cli.options import JsonOption
 
 app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -35,6 +35,12 @@ def mesh(
     engine_arg: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="vLLM option for both sides (repeatable).")
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.FIELD=VALUE", help="Setting of the mesh (repeatable); reported with it."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a whole mesh with vLLM's own server, both started here.
@@ -44,26 +50,34 @@ def mesh(
     known before a restart of the mesh.
     gateway_added_p50_ms: median of what the gateway adds to a request.
 
-    Exit codes: 0 measured, 1 a part could not be measured (then nothing is reported).
+    Exit codes: 0 measured, 1 a part could not be measured: it has no figure, only the reason.
     """
     from sealmesh.deploy.bench.mesh import BenchModel, BenchPlan, bench_mesh
     from sealmesh.deploy.bench.rigs import BenchError
 
     terminal = Terminal()
     chosen = BenchModel(
-        None if model is None else model.resolve(), max_model_len, kv_cache_gib, tuple(engine_arg or ())
+        None if model is None else model.resolve(),
+        max_model_len,
+        kv_cache_gib,
+        tuple(engine_arg or ()),
+        tuple(settings or ()),
     )
     with terminal.progress(), terminal.step("Measuring") as step:
         try:
             report = bench_mesh(BenchPlan.quick() if quick else BenchPlan(), chosen, step.update)
         except BenchError as error:
             raise CommandError(f"not measured: {error}") from error
+    details, failed = report["details"], report["failed"]
     if as_json:
         terminal.json(report)
-        return
-    details = report["details"]
-    table = plain_table("Figure", "Value", "95 % interval", "What")
-    for name, entry in details.items() if isinstance(details, dict) else ():
-        low, high = entry["confidence_95"]
-        table.add_row(name, str(entry["value"]), f"{low} to {high}", str(entry["unit"]))
-    terminal.out.print(table)
+    elif isinstance(details, dict):
+        table = plain_table("Figure", "Value", "95 % interval", "What")
+        for name, entry in details.items():
+            low, high = entry["confidence_95"]
+            table.add_row(name, str(entry["value"]), f"{low} to {high}", str(entry["unit"]))
+        terminal.out.print(table)
+    if isinstance(failed, dict) and failed:
+        for name, reason in failed.items():
+            terminal.error(f"{name} was not measured: {reason}")
+        raise typer.Exit(Exit.FAILED)
