@@ -50,11 +50,16 @@ def glue_of(text: str, start: int, end: int) -> Glue | None:
         before=_trailing(before),
         after=match[0] if match is not None else "",
         size=end - start,
-        in_uuid=any(
-            found.start() < end and start < found.end()
-            for found in _UUID_RE.finditer(text, max(0, start - _UUID_LENGTH), end + _UUID_LENGTH)
-        ),
+        in_uuid=_in_uuid(text, start, end),
     )
+
+
+def _in_uuid(text: str, start: int, end: int) -> bool:
+    first, last = max(0, start - _UUID_LENGTH), end + _UUID_LENGTH
+    # Most windows hold no dash, and then there is no need to search.
+    if text.find("-", first, last) < 0:
+        return False
+    return any(found.start() < end and start < found.end() for found in _UUID_RE.finditer(text, first, last))
 
 
 def _letter_at(text: str, index: int) -> bool:
