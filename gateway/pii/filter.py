@@ -92,7 +92,7 @@ class PiiFilter:
         found = [item for leaf in leaves for item in self._detect(leaf)]
         if not found:
             return {}, PiiSession(NO_PLACEHOLDERS, ())
-        book = PlaceholderBook(self._key, TypedCodes(_readings(leaves)))
+        book = PlaceholderBook(self._key, TypedCodes(_readings(leaves, found)))
         pieces: dict[Path, list[tuple[int, int, str]]] = {}
         findings: list[Finding] = []
         for item in found:
@@ -142,8 +142,14 @@ class PiiFilter:
         return book.placeholder(span.type, canonical_form(span.type, surface), surface)
 
 
-def _readings(leaves: list[Leaf]) -> Iterator[str]:
-    """Every text in which a look-alike of a placeholder can stand, serialised JSON decoded as well."""
+def _readings(leaves: list[Leaf], found: list[_Found]) -> Iterator[str]:
+    """Every text in which a look-alike of a placeholder can stand, serialised JSON decoded as well.
+
+    A look-alike may also end where a value begins ("phone_a1b2c13800138000"), so that only masking lays it
+    bare: texts with values in them are read without these too.
+    """
+    for item in found:
+        yield _splice(item.text, [(span.start, span.end, "\n") for span in item.spans])
     for leaf in leaves:
         yield leaf.text
         if leaf.kind is LeafKind.JSON:

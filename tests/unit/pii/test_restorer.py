@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sealmesh.gateway.pii import PiiFilter, Restorer
 from sealmesh.gateway.pii.placeholders import Entry, RestoreTable, TypedCodes, fold
@@ -182,6 +182,10 @@ _GLUE = ["，", " ", "[", "]", "phone", "_", "请回复", "\u200b", "id: "]
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(_VALUES + _TYPED + _GLUE), max_size=12))
+@example([_placeholder("13800138000")[1:-1], "13800138000"])
+@example(["QQ", "13800138000", "abc"])
+@example(["wx", "13800138000", "ok"])
+@example(["13800138000", "phone"])
 def test_mask_and_echo_gives_back_what_was_typed(parts: list[str]) -> None:
     """Also for typed look-alikes of the very placeholders that the values of the text would get."""
     text = "".join(parts)
