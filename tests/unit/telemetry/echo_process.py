@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
-from sealmesh.telemetry.runtime.errors import SealmeshError
+from sealmesh.telemetry.runtime.errors import Reason, SealmeshError
 from sealmesh.telemetry.runtime.http import Receive, Scope, Send
 from sealmesh.telemetry.runtime.server import ServerSpec, serve
 from sealmesh.telemetry.runtime.settings import ServiceSettings, load_settings
@@ -31,7 +31,8 @@ class Part:
                 grpc.StatusCode.UNAVAILABLE, "DEPENDENCY_UNAVAILABLE", "Redis at nowhere:1 does not answer"
             )
         if fail == f"{self.name}-refused":
-            raise SealmeshError(grpc.StatusCode.DATA_LOSS, os.environ["REASON"], "a tensor was changed")
+            reason = cast("Reason", os.environ["REASON"])
+            raise SealmeshError(grpc.StatusCode.DATA_LOSS, reason, "a tensor was changed")
         if fail == f"{self.name}-defect":
             raise ValueError("a defect")
         if fail == f"{self.name}-slow":
