@@ -80,8 +80,11 @@ async def _ask(mesh: MeshRig, prompt: str) -> Completion:
 
 async def _words_for(mesh: MeshRig) -> int:
     """How many words make a prompt of PROMPT_TOKENS tokens with this model's tokenizer."""
-    answer = await _ask(mesh, fresh_prompt(200, "calibration"))
-    return round(200 * PROMPT_TOKENS / answer.prompt_tokens)
+    short, long = 200, 600
+    less = (await _ask(mesh, fresh_prompt(short, "calibration"))).prompt_tokens
+    more = (await _ask(mesh, fresh_prompt(long, "calibration"))).prompt_tokens
+    # The template's own tokens are in both.
+    return round(short + (PROMPT_TOKENS - less) * (long - short) / (more - less))
 
 
 async def _saved(metrics_url: str) -> None:
