@@ -165,6 +165,9 @@ def local_sections(state: StateFolder, mesh: MeshSettings, model: ServedModel) -
         "vault_address": vault["grpc_address"],
         "kvstore_address": kvstore["grpc_address"] if mesh.kvstore else "",
         "verifying_key_file": str(model.verifying_key_file),
+        # All services share one machine here, so a look-up may wait for a core; computing a prompt again
+        # on that machine takes seconds.
+        "kv_lookup_deadline_ms": 250,
     }
     gateway: Table = {
         "http_address": address(8080),
