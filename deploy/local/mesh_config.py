@@ -201,8 +201,14 @@ def user_sections(state: StateFolder) -> Sections:
         if section not in document:
             continue
         cls = settings_class(section)
-        # Only for its errors, which name this file and not the generated one.
-        resolve_settings(cls, section, config=path)
+        # Only for its errors, which name this file and not the generated one. What a service must be told
+        # (the worker's model) comes from the mesh itself.
+        given = {
+            name: "set by the mesh"
+            for name, field in cls.model_fields.items()
+            if field.is_required() and name not in document[section]
+        }
+        resolve_settings(cls, section, config=path, flags=given)
         sections[section] = {
             name: str(path.parent / value)
             if isinstance(value, str) and value and _is_path(cls, name)

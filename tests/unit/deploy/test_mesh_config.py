@@ -19,6 +19,7 @@ from sealmesh.deploy.local.mesh_config import (
     override,
     parse_override,
     plan_mesh,
+    user_sections,
 )
 from sealmesh.deploy.local.state import StateFolder
 from sealmesh.deploy.local.toml_text import TomlValue, dump_toml
@@ -107,6 +108,14 @@ def test_an_unknown_key_of_the_users_file_is_named(state: StateFolder) -> None:
     state.user_config.write_text("[mesh]\nworkerz = 2\n")
     with pytest.raises(SealmeshError, match=r"workerz.*workers"):
         load_mesh_settings(state, {})
+
+
+def test_the_users_file_may_say_some_settings_of_a_service_only(state: StateFolder) -> None:
+    state.user_config.write_text("[worker]\nkv_cache_gib = 2\n")
+    assert user_sections(state) == {"worker": {"kv_cache_gib": 2}}
+    state.user_config.write_text("[worker]\nkv_cache_gibs = 2\n")
+    with pytest.raises(SealmeshError, match="kv_cache_gib"):
+        user_sections(state)
 
 
 def test_flags_win_over_the_users_file(state: StateFolder) -> None:
