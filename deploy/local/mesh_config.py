@@ -184,6 +184,17 @@ def local_sections(state: StateFolder, mesh: MeshSettings, model: ServedModel) -
     return sections
 
 
+# What a service must be told and the mesh always tells it: values that only stand in while the user's
+# file is checked alone.
+_OF_THE_MESH: Final[Mapping[str, str]] = {
+    "model": "model",
+    "vault_address": "127.0.0.1:9101",
+    "tls_ca": "ca.pem",
+    "tls_certificate": "service.pem",
+    "tls_key": "service.key",
+}
+
+
 def user_sections(state: StateFolder) -> Sections:
     """The service sections of `config.toml`, with relative paths counted from its folder.
 
@@ -201,14 +212,10 @@ def user_sections(state: StateFolder) -> Sections:
         if section not in document:
             continue
         cls = settings_class(section)
-        # Only for its errors, which name this file and not the generated one. What a service must be told
-        # (the worker's model) comes from the mesh itself.
-        given = {
-            name: "set by the mesh"
-            for name, field in cls.model_fields.items()
-            if field.is_required() and name not in document[section]
-        }
-        resolve_settings(cls, section, config=path, flags=given)
+        # Only for its errors, which name this file and not the generated one.
+        absent = cls.model_fields.keys() - document[section].keys()
+        missing = {name: value for name, value in _OF_THE_MESH.items() if name in absent}
+        resolve_settings(cls, section, config=path, flags=missing)
         sections[section] = {
             name: str(path.parent / value)
             if isinstance(value, str) and value and _is_path(cls, name)

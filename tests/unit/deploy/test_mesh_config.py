@@ -111,8 +111,12 @@ def test_an_unknown_key_of_the_users_file_is_named(state: StateFolder) -> None:
 
 
 def test_the_users_file_may_say_some_settings_of_a_service_only(state: StateFolder) -> None:
-    state.user_config.write_text("[worker]\nkv_cache_gib = 2\n")
-    assert user_sections(state) == {"worker": {"kv_cache_gib": 2}}
+    state.user_config.write_text(
+        "[worker]\nkv_cache_gib = 2\n[vault]\nlog_level = 'debug'\n"
+        "[kvstore]\nmax_memory_bytes = 1073741824\n[gateway]\nmax_body_bytes = 1000000\n"
+    )
+    assert user_sections(state)["worker"] == {"kv_cache_gib": 2}
+    assert set(user_sections(state)) == {"worker", "vault", "kvstore", "gateway"}
     state.user_config.write_text("[worker]\nkv_cache_gibs = 2\n")
     with pytest.raises(SealmeshError, match="kv_cache_gib"):
         user_sections(state)
