@@ -355,7 +355,7 @@ def test_a_broken_environment_is_made_anew_and_an_unreachable_index_is_one_clear
         *("--venv", str(tmp_path / "env"), "--device", "cpu"),
         # Nothing listens on port 9 (discard) of this machine.
         env={
-            "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+            "PIP_INDEX_URL": "http://127.0.0.1:9/index",
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_RETRIES": "1",
             "PIP_NO_CACHE_DIR": "1",
