@@ -59,8 +59,7 @@ async def test_grpc_without_a_key_says_what_to_set(key: str | None) -> None:
     ],
 )
 async def test_shell(gateway: RunningGateway, name: str, texts: list[str]) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
+    assert shutil.which("curl"), "the shell examples need curl: install it"
     out = await run(gateway, "sh", str(EXAMPLES / name))
     for text in texts:
         assert text in out

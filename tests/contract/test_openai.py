@@ -693,8 +693,7 @@ async def test_messages_beyond_four_megabytes(http: httpx.AsyncClient, worker: S
 
 async def test_curl(gateway: RunningGateway) -> None:
     curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("curl is not installed")
+    assert curl, "this test needs curl: install it"
     process = await asyncio.create_subprocess_exec(
         curl,
         "-sN",

@@ -359,7 +359,6 @@ def test_a_second_interrupt_ends_the_wait_for_a_service_that_ignores_the_first(
     assert [identity for identity in family if identity.is_alive()] == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 @pytest.mark.parametrize("flags", [[], ["--nameless"]], ids=["left the session", "shows no environment"])
 def test_nothing_survives_a_killed_supervisor(
     start_process: Callable[..., Process], tmp_path: Path, flags: list[str]
@@ -374,7 +373,6 @@ def test_nothing_survives_a_killed_supervisor(
     wait_until_gone([*family, orphan])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_services_get_sigterm_from_the_kernel_when_supervisor_and_keeper_are_killed(
     start_process: Callable[..., Process], tmp_path: Path
 ) -> None:
